@@ -1,0 +1,239 @@
+"""The configuration: every key, its type, default, range and one line of meaning.
+
+These frozen dataclasses are the single truth. `default_config()` shows them as an `ml_collections.ConfigDict`, which
+config files change and the command line overrides; `to_config` makes them dataclasses again and rejects what is unknown,
+ill-typed or out of range.
+"""
+
+import dataclasses
+from typing import Any
+
+from partitioning.declaration import DeclarationError, leaf, read, section
+from partitioning.mesh import MeshConfig
+from partitioning.tables import ShardingConfig
+
+NORMS = ("rmsnorm", "layernorm")
+GATED_ACTIVATIONS = ("swiglu", "geglu")
+PLAIN_ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")
+POSITIONS = ("rope", "learned", "none")
+OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+DTYPES = ("float32", "bfloat16", "float16")
+REMAT_POLICIES = ("none", "full", "dots")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only Transformer: the options span the GPT-2 and the Llama-3 shape."""
+    vocab_size: int = leaf(264, "rows of the embedding; at least the tokenizer's", at_least=1)
+    num_layers: int = leaf(4, "Transformer blocks", at_least=1)
+    embed_dim: int = leaf(256, "width of the residual stream", at_least=1)
+    num_heads: int = leaf(4, "query heads", at_least=1)
+    num_kv_heads: int | None = leaf(None, "key and value heads; a divisor of num_heads (None: num_heads)", at_least=1)
+    head_dim: int | None = leaf(None, "width of one head (None: embed_dim / num_heads)", at_least=1)
+    mlp_dim: int = leaf(704, "hidden width of the MLP", at_least=1)
+    norm: str = leaf("rmsnorm", "normalisation before attention, before the MLP and at the end", choices=NORMS)
+    norm_epsilon: float = leaf(1e-5, "added to the variance in normalisation", above=0)
+    activation: str = leaf("swiglu", "gated (swiglu, geglu) or plain MLP", choices=GATED_ACTIVATIONS + PLAIN_ACTIVATIONS)
+    position: str = leaf("rope", "how tokens know their place", choices=POSITIONS)
+    rope_theta: float = leaf(10_000.0, "base wavelength of RoPE", above=0)
+    rope_scaling: dict[str, Any] | None = leaf(
+        None, "dict(kind='linear', factor=) or dict(kind='llama3', factor=, low_freq_factor=, high_freq_factor=, original_max_positions=)")
+    max_positions: int = leaf(2048, "longest sequence; rows of a learned position table", at_least=1)
+    qk_norm: bool = leaf(False, "normalise queries and keys per head before RoPE")
+    bias: bool = leaf(False, "biases on every projection (and offsets in layernorm)")
+    window_pattern: tuple[int | None, ...] = leaf(
+        (None,), "attention window of each layer in tokens, None for all, repeated over the layers", at_least=1)
+    attention_softcap: float | None = leaf(None, "cap * tanh(scores / cap) on attention scores", above=0)
+    logit_softcap: float | None = leaf(None, "cap * tanh(logits / cap) on the output", above=0)
+    tie_embeddings: bool = leaf(False, "the output matrix is the embedding's transpose")
+    dropout: float = leaf(0.0, "probability of dropping after embedding, attention and MLP", at_least=0, below=1)
+    scan_layers: bool = leaf(True, "one compiled block, looped (compile time independent of depth), or all unrolled")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED_ACTIVATIONS
+
+    def windows(self) -> tuple[int | None, ...]:
+        """The attention window of each layer, in tokens; None means all."""
+        return tuple(self.window_pattern[i % len(self.window_pattern)] for i in range(self.num_layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Text in, batches of token ids out."""
+    train: tuple[str, ...] = leaf(("embedded:shakespeare",), "paths or globs of .txt, .jsonl files, or the packaged text")
+    eval: tuple[str, ...] = leaf((), "the same for evaluation; empty: the last eval_fraction of the training text")
+    tokenizer: str = leaf("bytes", "'bytes' or the path of a Hugging Face tokenizer.json")
+    sequence_length: int = leaf(256, "tokens per example", at_least=1)
+    seed: int = leaf(0, "seed of the order of examples", at_least=0)
+    eval_fraction: float = leaf(0.1, "share of the training text, at its end, held out for evaluation", at_least=0, below=1)
+    text_field: str = leaf("text", "field of a JSONL record that holds the text")
+    eos: bool = leaf(True, "put the tokenizer's end token between documents")
+    on_bad_record: str = leaf("fail", "what a JSONL line that cannot be read does", choices=("fail", "skip"))
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """How gradients change parameters."""
+    name: str = leaf("adamw", "optimizer", choices=OPTIMIZERS)
+    learning_rate: float = leaf(1e-3, "peak learning rate", at_least=0)
+    schedule: str = leaf("cosine", "learning rate over the steps, after warm-up", choices=SCHEDULES)
+    warmup_steps: int = leaf(0, "steps over which the rate rises linearly from 0", at_least=0)
+    decay_steps: int | None = leaf(None, "wsd: steps of the final linear decay (None: a fifth of train.steps)", at_least=0)
+    final_fraction: float = leaf(0.1, "share of the peak rate left at the last step", at_least=0, at_most=1)
+    weight_decay: float = leaf(0.1, "decoupled weight decay, times the learning rate", at_least=0)
+    decay_mask: tuple[str, ...] = leaf((r".*/kernel",), "regular expressions (whole paths) of the parameters that decay")
+    clip_norm: float | None = leaf(1.0, "largest global gradient norm (None: no clipping)", above=0)
+    z_loss: float = leaf(0.0, "weight of the squared log-partition in the loss", at_least=0)
+    beta1: float = leaf(0.9, "decay of the first moment (adamw, lion, muon's adam part)", at_least=0, below=1)
+    beta2: float = leaf(0.95, "decay of the second moment (adamw, lion, muon's adam part)", at_least=0, below=1)
+    epsilon: float = leaf(1e-8, "added to the root of the second moment", above=0)
+    momentum: float = leaf(0.95, "momentum of sgd and muon", at_least=0, below=1)
+    adam_learning_rate: float | None = leaf(
+        None, "muon: peak rate of the parameters that are no matrices of a layer (None: learning_rate)", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats. Softmax, normalisation and loss are float32 always."""
+    params: str = leaf("float32", "dtype of the parameters", choices=DTYPES)
+    compute: str = leaf("float32", "dtype of matmuls and activations", choices=DTYPES)
+    gradients: str = leaf("float32", "dtype in which gradients are accumulated and reduced", choices=DTYPES)
+    optimizer: str = leaf("float32", "dtype of the optimizer's moments", choices=DTYPES)
+    loss_scale: str = leaf("auto", "dynamic loss scaling; auto: only when compute is float16", choices=("auto", "dynamic", "none"))
+    loss_scale_initial: float = leaf(2.0 ** 15, "first loss scale", above=0)
+    loss_scale_growth_steps: int = leaf(2000, "finite steps after which the loss scale doubles", at_least=1)
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.loss_scale == "dynamic" or (self.loss_scale == "auto" and self.compute == "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The training loop."""
+    steps: int = leaf(1000, "optimizer steps of the whole run; the schedule spans them", at_least=1)
+    stop_at: int | None = leaf(None, "stop and save after this step; the schedule still spans train.steps", at_least=1)
+    global_batch_size: int = leaf(16, "examples per step, over all devices", at_least=1)
+    gradient_accumulation: int = leaf(1, "microbatches per step", at_least=1)
+    seed: int = leaf(0, "seed of the initial parameters and of dropout", at_least=0)
+    remat: tuple[str, ...] = leaf(
+        ("dots",), "what the backward pass keeps: none (no recomputation), full, dots (matmul outputs), or names of activations to keep")
+    log_every: int = leaf(10, "steps between logged rows (0: never)", at_least=0)
+    eval_every: int = leaf(0, "steps between evaluations (0: only at the end)", at_least=0)
+    eval_steps: int | None = leaf(None, "batches per evaluation (None: the whole evaluation text, once)", at_least=1)
+    sample_every: int = leaf(0, "steps between text samples (0: never)", at_least=0)
+    sample_prompt: str = leaf("\n", "prompt of the text samples")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved, when, and what a run starts from."""
+    every: int = leaf(500, "steps between checkpoints (0: only at the end)", at_least=0)
+    keep: int = leaf(2, "newest checkpoints to keep", at_least=1)
+    asynchronous: bool = leaf(True, "write in the background while training goes on")
+    restore_from: str | None = leaf(None, "a run directory or checkpoint to start from, when the workdir has none")
+    restore: str = leaf("params", "what restore_from gives", choices=("params", "all"))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """Where numbers go besides the console and metrics.jsonl."""
+    tensorboard: bool = leaf(True, "write TensorBoard event files")
+    wandb: str | None = leaf(None, "Weights & Biases project to log to (needs the wandb extra)")
+    profile_steps: tuple[int, ...] = leaf((), "first and last step of a profiler trace, e.g. 10,12")
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultsConfig:
+    """What to do when numbers go wrong."""
+    on_nonfinite: str = leaf("stop", "a loss or gradient norm that is not finite: stop the run, or skip the update and count it",
+                             choices=("stop", "skip"))
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """Several processes. Empty: found from Slurm's, Kubernetes' or the launcher's variables, else one process."""
+    coordinator: str | None = leaf(None, "host:port of process 0")
+    num_processes: int | None = leaf(None, "number of processes", at_least=1)
+    process_id: int | None = leaf(None, "this process, from 0", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelsConfig:
+    """Which implementation serves each operation."""
+    attention: str = leaf("auto", "attention backend", choices=("auto", "reference"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run."""
+    model: ModelConfig = section(ModelConfig, "the Transformer")
+    mesh: MeshConfig = section(MeshConfig, "sizes of the mesh axes")
+    sharding: ShardingConfig = section(ShardingConfig, "how arrays lie on the mesh")
+    data: DataConfig = section(DataConfig, "text and tokens")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer and its schedule")
+    precision: PrecisionConfig = section(PrecisionConfig, "number formats")
+    train: TrainConfig = section(TrainConfig, "the training loop")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
+    log: LogConfig = section(LogConfig, "logs")
+    faults: FaultsConfig = section(FaultsConfig, "bad numbers")
+    distributed: DistributedConfig = section(DistributedConfig, "several processes")
+    kernels: KernelsConfig = section(KernelsConfig, "kernel backends")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A declaration as nested plain dicts (tuples stay tuples), the inverse of `to_config`."""
+    return dataclasses.asdict(config)
+
+
+def default_config():
+    """The defaults as a `ml_collections.ConfigDict`, for config files to change."""
+    import ml_collections                      # not needed by those who read dataclasses only
+    return ml_collections.ConfigDict(to_dict(Config()), type_safe=False)
+
+
+def to_config(values: Any) -> Config:
+    """Reads a ConfigDict (or any nested mapping) into the dataclasses and checks that the values fit each other.
+
+    Raises:
+      DeclarationError: naming the key, what was found and what was expected.
+    """
+    config = read(Config, values)
+    _check(config)
+    return config
+
+
+def _check(config: Config) -> None:
+    """Conditions between keys; those on a single key are declared with it."""
+    model, train, data = config.model, config.train, config.data
+    if model.num_heads % model.kv_heads:
+        divisors = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
+        raise DeclarationError(f"config.model.num_kv_heads = {model.kv_heads} does not divide num_heads = {model.num_heads}; "
+                               f"values that do: {', '.join(map(str, divisors))}.")
+    if model.head_dim is None and model.embed_dim % model.num_heads:
+        raise DeclarationError(f"config.model.embed_dim = {model.embed_dim} is not a multiple of num_heads = {model.num_heads}; "
+                               "change one of them, or set config.model.head_dim.")
+    if model.position == "rope" and model.head_width % 2:
+        raise DeclarationError(f"RoPE turns pairs of numbers, but the width of a head is {model.head_width}; make it even.")
+    if data.sequence_length > model.max_positions:
+        raise DeclarationError(f"config.data.sequence_length = {data.sequence_length} is longer than config.model.max_positions = "
+                               f"{model.max_positions}; shorten the one or raise the other.")
+    if train.global_batch_size % train.gradient_accumulation:
+        raise DeclarationError(f"config.train.global_batch_size = {train.global_batch_size} is not a multiple of "
+                               f"gradient_accumulation = {train.gradient_accumulation}.")
+    if len(train.remat) > 1 and set(train.remat) & set(REMAT_POLICIES):
+        raise DeclarationError(f"config.train.remat = {train.remat!r}; 'none', 'full' and 'dots' stand alone.")
+    if config.optimizer.warmup_steps > train.steps:
+        raise DeclarationError(f"config.optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds train.steps = {train.steps}.")
+    if len(config.log.profile_steps) not in (0, 2):
+        raise DeclarationError(f"config.log.profile_steps = {config.log.profile_steps!r}; expected the first and the last step, e.g. 10,12.")
