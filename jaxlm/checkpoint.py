@@ -1,0 +1,193 @@
+"""Checkpoints of a run: saved in the background through Orbax, restored into any layout.
+
+    checkpoints/STEP/state     the arrays: params/<path>, optimizer/<slot>/<path>, counters/<name>
+    checkpoints/STEP/about     JSON: configuration, mesh it was written on, data position
+
+The arrays have the model's own names and shapes (layers stacked, scanned or not), so nothing of the mesh, the optimizer
+library or the module library shows, and any mesh reads any other's.
+"""
+
+import errno
+import json
+import pathlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxlm.commandline import RunError
+from partitioning.declaration import DeclarationError
+
+FORMAT = 1
+
+
+class Checkpoints:
+    """The checkpoints of one run directory."""
+
+    def __init__(self, directory: pathlib.Path, *, keep: int = 2, asynchronous: bool = True, read_only: bool = False):
+        import orbax.checkpoint as ocp
+        self._ocp = ocp
+        self.directory = pathlib.Path(directory).absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else keep, enable_async_checkpointing=asynchronous, create=not read_only,
+            read_only=read_only, cleanup_tmp_directories=not read_only, single_host_load_and_broadcast=False)
+        self._manager = ocp.CheckpointManager(
+            self.directory, options=options,
+            item_handlers=dict(state=ocp.StandardCheckpointHandler(), about=ocp.JsonCheckpointHandler()))
+
+    def steps(self) -> list[int]:
+        """The complete checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: Any, about: dict[str, Any]) -> None:
+        """Starts to save; returns when the arrays have been copied out of the devices' way.
+
+        Raises:
+          RunError: this save or the one before it failed (no space, no permission); what was saved before is whole.
+        """
+        if step in self._manager.all_steps():
+            return
+        args = self._ocp.args.Composite(state=self._ocp.args.StandardSave(state), about=self._ocp.args.JsonSave(about))
+        self._guard(step, lambda: self._manager.save(step, args=args, force=True))
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk."""
+        self._guard(None, self._manager.wait_until_finished)
+
+    def _guard(self, step: int | None, action: Callable[[], Any]) -> None:
+        try:
+            action()
+            self._manager.check_for_errors()
+        except Exception as error:  # noqa: BLE001 - tensorstore reports a full disk as ValueError, Orbax wraps it
+            reason = disk_trouble(error)
+            if reason is None:
+                raise
+            kept = ", ".join(map(str, self.steps())) or "none"
+            what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+            raise RunError(f"{what} could not be written below {self.directory}: {reason}. Checkpoints that are whole: {kept}. "
+                           "Make room and run the same command again; it resumes from the newest of them.") from error
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        """Reads the arrays of a step into the shapes, dtypes and shardings of `abstract` (a tree of ShapeDtypeStruct).
+
+        Raises:
+          DeclarationError: the checkpoint's arrays are not the ones asked for.
+          RunError: it cannot be read.
+        """
+        mismatch = self._mismatch(step, abstract)
+        if mismatch:
+            raise DeclarationError(f"{self.directory / str(step)} does not hold this model's state:\n  " + "\n  ".join(mismatch[:8])
+                                   + (f"\n  and {len(mismatch) - 8} more" if len(mismatch) > 8 else ""))
+        try:
+            return self._manager.restore(step, args=self._ocp.args.Composite(
+                state=self._ocp.args.StandardRestore(abstract, strict=True))).state
+        except (OSError, ValueError, KeyError) as error:
+            raise RunError(f"{self.directory / str(step)} cannot be read: {error}") from error
+
+    def restore_params(self, step: int, abstract_params: Any) -> Any:
+        """Reads the parameters alone, leaving the rest of the checkpoint on disk."""
+        tree = {"params": abstract_params}
+        mismatch = self._mismatch(step, tree)
+        if mismatch:
+            raise DeclarationError(f"{self.directory / str(step)} does not hold this model's parameters:\n  " + "\n  ".join(mismatch[:8]))
+        ocp = self._ocp
+        restore_args = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), tree)
+        with ocp.PyTreeCheckpointer() as reader:
+            return reader.restore(self.directory / str(step) / "state", args=ocp.args.PyTreeRestore(
+                item=tree, restore_args=restore_args, partial_restore=True))["params"]
+
+    def about(self, step: int) -> dict[str, Any]:
+        """What is written beside the arrays of a step."""
+        path = self.directory / str(step) / "about" / "metadata"
+        try:
+            return json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
+
+    def shapes(self, step: int) -> dict[str, tuple]:
+        """Path to (shape, dtype) of every array of a step, as stored."""
+        found = self._manager.item_metadata(step)["state"]
+        return {_path(keys): (tuple(leaf.shape), str(leaf.dtype)) for keys, leaf in jax.tree_util.tree_leaves_with_path(found)}
+
+    def _mismatch(self, step: int, abstract: Any) -> list[str]:
+        """A line for each array that is missing, has another shape, or (for a whole state) is there and unasked for."""
+        stored = self.shapes(step)
+        wanted = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+        lines = [f"{path}: missing in the checkpoint; this model's has shape {shape}" for path, shape in wanted.items() if path not in stored]
+        lines += [f"{path}: shape {stored[path][0]} in the checkpoint, {shape} in this model"
+                  for path, shape in wanted.items() if path in stored and stored[path][0] != shape]
+        groups = {path.split("/")[0] for path in wanted}
+        lines += [f"{path}: in the checkpoint, unknown to this model" for path in stored
+                  if path not in wanted and path.split("/")[0] in groups]
+        return lines
+
+    def close(self) -> None:
+        """Waits for the last save and frees the threads."""
+        self.wait()
+        self._manager.close()
+
+
+def _path(keys) -> str:
+    return "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys)
+
+
+def disk_trouble(error: BaseException | None) -> str | None:
+    """'no space left on device' or the like, if that is what lies at the bottom of an error."""
+    while error is not None:
+        text = str(error).lower()
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "no space left" in text or "disk quota" in text \
+                or "resource_exhausted" in text and "write" in text:
+            return "no space left on the disk"
+        if getattr(error, "errno", None) in (errno.EACCES, errno.EROFS, errno.EPERM) or "permission denied" in text or "read-only file system" in text:
+            return "no permission to write"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def in_background(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Starts `make` in a thread; the function returned waits for its result (imports and compiles overlap this way)."""
+    box: dict[str, Any] = {}
+
+    def work():
+        try:
+            box["result"] = make()
+        except BaseException as error:  # noqa: BLE001 - handed to the one who waits
+            box["error"] = error
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+
+    def wait():
+        thread.join()
+        if "error" in box:
+            raise box["error"]
+        return box["result"]
+    return wait
+
+
+def find_source(source: str) -> tuple[pathlib.Path, int | None]:
+    """A run directory, its checkpoints folder or one checkpoint, as (run directory, step or None).
+
+    Raises:
+      DeclarationError: there is no such thing.
+    """
+    path = pathlib.Path(source)
+    if path.name.isdigit() and path.parent.name == "checkpoints":
+        path, step = path.parent.parent, int(path.name)
+    else:
+        step = None
+    if path.name == "checkpoints":
+        path = path.parent
+    if not (path / "config.json").is_file():
+        raise DeclarationError(f"{source} is no run directory (there is no {path / 'config.json'}); "
+                               "give the --workdir of a run, or one of its checkpoints.")
+    if step is not None and not (path / "checkpoints" / str(step)).is_dir():
+        raise DeclarationError(f"{source} does not exist; {path / 'checkpoints'} holds: {', '.join(saved_steps(path)) or 'nothing'}.")
+    return path, step
+
+
+def saved_steps(workdir: pathlib.Path) -> list[str]:
+    """Names of the checkpoint folders of a run, oldest first, without opening them."""
+    folder = workdir / "checkpoints"
+    return sorted((p.name for p in folder.iterdir() if p.name.isdigit()), key=int) if folder.is_dir() else []

@@ -1,0 +1,185 @@
+"""What every command shares: the flags, the configuration behind `--config`, and the exit codes.
+
+    0 finished    2 the user's input is wrong    3 stopped on request, after saving    1 anything else
+
+A command is a function of its parsed flags; `run` gives it those flags and turns its errors into one clear message.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from jaxlm.config import Config, default_config, to_config
+from partitioning.declaration import DeclarationError, annotation_of, keys, nearest, parse
+
+COMMANDS = {
+    "jaxlm.train": "train a model; the same --workdir resumes",
+    "jaxlm.evaluate": "loss, perplexity and bits per byte of a checkpoint on a data set",
+    "jaxlm.generate": "text from a checkpoint",
+    "jaxlm.explain": "every array's shape, dims, sharding and bytes per device, and why",
+}
+
+
+class RunError(RuntimeError):
+    """The run cannot go on, and not because the user's input is wrong. The message is complete; exit status 1."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop (SIGTERM, Ctrl-C) and has saved; exit status 3."""
+
+
+def shipped_configs() -> dict[str, pathlib.Path]:
+    """Name to file of the configurations that come with the package."""
+    import configs
+    return {path.stem: path for folder in configs.__path__ for path in sorted(pathlib.Path(folder).glob("*.py"))
+            if not path.stem.startswith("_")}
+
+
+def load_config(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """Reads a configuration by shipped name or path (.py with `get_config()`, or a run's config.json), with overrides.
+
+    Args:
+      source: a shipped name such as 'shakespeare', a Python file, or a JSON file.
+      overrides: pairs (dotted key below config, text of the value), applied in order.
+
+    Raises:
+      DeclarationError: the file is missing or fails, or a key or value is wrong.
+    """
+    values = _read_config(source)
+    for dotted, text in overrides:
+        annotation, inside = annotation_of(Config, dotted)
+        if hasattr(annotation, "__dataclass_fields__"):
+            raise DeclarationError(f"config.{dotted} is a section; set its keys, e.g. --config.{dotted}.KEY=VALUE.")
+        value = parse(annotation, text, f"config.{dotted}")
+        place = values
+        names = dotted.split(".")
+        for name in names[:-1]:
+            if place.get(name) is None:        # a dict leaf that is None, or a section that a JSON file lacks
+                place[name] = {}
+            place = place[name]
+        place[names[-1]] = value
+    return to_config(values)
+
+
+def _read_config(source: str):
+    shipped = shipped_configs()
+    path = shipped.get(source, pathlib.Path(source))
+    if not path.is_file():
+        raise DeclarationError(f"no configuration {source!r}: it is neither a file nor a shipped name; {nearest(source, shipped)}")
+    if path.suffix == ".json":
+        try:
+            return json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise DeclarationError(f"{path} is no JSON file: {error}.") from None
+    if path.suffix != ".py":
+        raise DeclarationError(f"--config={source}: expected a .py file that defines get_config(), a run's config.json, "
+                               f"or one of: {', '.join(shipped)}.")
+    spec = importlib.util.spec_from_file_location(f"jaxlm_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        get_config = getattr(module, "get_config", None)
+        if get_config is None:
+            raise DeclarationError(f"{path} defines no get_config(); a config file is a function that returns "
+                                   "jaxlm.config.default_config() with changes.")
+        return get_config()
+    except DeclarationError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's own file: show where it fails, not our stack
+        raise DeclarationError(f"{path}{_line_in(error, path)} failed: {type(error).__name__}: {error}") from None
+
+
+def _line_in(error: Exception, path: pathlib.Path) -> str:
+    """':LINE' of the last frame that lies in the user's file."""
+    line, trace = getattr(error, "lineno", None), error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f":{line}" if line else ""
+
+
+def config_help() -> str:
+    """Every key with its type, default and one line of meaning."""
+    lines = []
+    for key in keys(Config):
+        lines += [f"--{key.name}  ({key.type}; default {key.default!r})", f"    {key.meaning}"]
+    return "\n".join(lines)
+
+
+def parser(command: str, description: str, *, config: bool = True) -> argparse.ArgumentParser:
+    """An argument parser with the flags that every command has."""
+    epilog = ["commands:", *(f"  python -m {name:16} {meaning}" for name, meaning in COMMANDS.items())]
+    if config:
+        epilog += ["", "shipped configurations:", "  " + ", ".join(shipped_configs()), "",
+                   "--config.SECTION.KEY=VALUE overrides one value; --config.help lists every key."]
+    out = argparse.ArgumentParser(prog=f"python -m {command}", description=description, epilog="\n".join(epilog),
+                                  formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    if config:
+        out.add_argument("--config", metavar="NAME|PATH", help="a shipped name, a .py file with get_config(), or a run's config.json")
+    out.add_argument("--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices")
+    return out
+
+
+def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Takes `--config.a.b=v` and `--config.a.b v` out of the arguments."""
+    rest, overrides, i = [], [], 0
+    while i < len(argv):
+        word = argv[i]
+        if word.startswith("--config."):
+            name, equals, text = word[len("--config."):].partition("=")
+            if not equals:
+                i += 1
+                if i == len(argv) or argv[i].startswith("--"):
+                    raise DeclarationError(f"{word} has no value; write {word}=VALUE.")
+                text = argv[i]
+            overrides.append((name, text))
+        else:
+            rest.append(word)
+        i += 1
+    return rest, overrides
+
+
+def simulate_devices(count: int | None) -> None:
+    """Makes JAX show `count` CPU devices. Must come before anything asks JAX for its devices."""
+    if count is None:
+        return
+    if count < 1:
+        raise DeclarationError(f"--simulate_devices={count}; expected at least 1.")
+    import jax
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def run(main: Callable[[argparse.Namespace], int | None], arguments: argparse.ArgumentParser,
+        argv: Sequence[str] | None = None) -> int:
+    """Parses the flags, calls `main` with them (`flags.overrides` holds the --config.* pairs) and returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if "--config.help" in argv:
+            print(config_help())
+            return 0
+        rest, overrides = _split_overrides(argv)
+        flags = arguments.parse_args(rest)
+        flags.overrides = overrides
+        simulate_devices(flags.simulate_devices)
+        return main(flags) or 0
+    except DeclarationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Stopped as stop:
+        print(stop, file=sys.stderr)
+        return 3
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:                    # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}.", file=sys.stderr)
+        return 1

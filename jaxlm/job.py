@@ -1,0 +1,86 @@
+"""A job: model, optimizer, mesh and layout of one configuration, resolved before anything compiles.
+
+Everything here works on abstract shapes. What the training step, the checkpoint and the commands need to know of where
+an array lies they ask the job's layout; nobody computes it again.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlm.config import Config
+from jaxlm.models import build_model
+from jaxlm.optimizers import make_optimizer
+from jaxlm.train_step import initial_counters
+from partitioning import make_mesh, resolve, resolve_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a configuration means on a number of devices. `layout` is bound to a mesh once `on_devices` has been called."""
+    config: Config
+    model: Any
+    optimizer: Any
+    layout: Any
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self.layout.mesh
+
+    def on_devices(self, devices=None) -> "Job":
+        """This job on real devices (all of them by default)."""
+        return dataclasses.replace(self, layout=self.layout.on(make_mesh(self.layout.sizes, devices)))
+
+    def shardings(self) -> dict[str, Any]:
+        """The state's shardings, in the form of the state."""
+        place = self.layout.sharding
+        def place_all(specs):
+            return jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))
+        counters = jax.eval_shape(lambda: initial_counters(self.config))
+        replicated = place(jax.sharding.PartitionSpec())
+        return {"params": place_all(self.layout.params), "optimizer": place_all(self.layout.optimizer),
+                "counters": jax.tree.map(lambda _: replicated, counters)}
+
+    def initial_state(self, key: jax.Array) -> dict[str, Any]:
+        """The state at step 0; traceable, the same bits under any mesh when jitted."""
+        params = self.model.init(key)
+        return {"params": params, "optimizer": self.optimizer.init(params), "counters": initial_counters(self.config)}
+
+    def abstract_state(self) -> dict[str, Any]:
+        """ShapeDtypeStructs of the state with the job's shardings."""
+        shapes = jax.eval_shape(self.initial_state, jax.random.key(0))
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings())
+
+    def abstract_params(self) -> dict[str, Any]:
+        """ShapeDtypeStructs of the parameters with the job's shardings."""
+        return self.abstract_state()["params"]
+
+    def batch_shardings(self) -> dict[str, Any]:
+        """Where the arrays of a batch lie."""
+        by_token = self.layout.sharding(self.layout.activation(("batch", "length")))
+        by_example = self.layout.sharding(self.layout.activation(("batch",)))
+        return {"inputs": by_token, "targets": by_token, "mask": by_token, "example": by_example}
+
+    def abstract_batch(self) -> dict[str, Any]:
+        """ShapeDtypeStructs of a training batch."""
+        shape = (self.config.train.global_batch_size, self.config.data.sequence_length)
+        forms = {"inputs": (shape, jnp.int32), "targets": (shape, jnp.int32), "mask": (shape, jnp.bool_), "example": (shape[:1], jnp.int32)}
+        return {name: jax.ShapeDtypeStruct(*forms[name], sharding=sharding) for name, sharding in self.batch_shardings().items()}
+
+
+def build_job(config: Config, num_devices: int) -> Job:
+    """Resolves a configuration for a number of devices, which need not exist.
+
+    Raises:
+      DeclarationError: the mesh, the rules or the model do not fit each other.
+    """
+    sizes = resolve_sizes(config.mesh, num_devices)
+    model = build_model(config.model, param_dtype=config.precision.params, compute_dtype=config.precision.compute,
+                        remat=config.train.remat, attention_backend=config.kernels.attention)
+    optimizer = make_optimizer(config.optimizer, config.precision, config.train.steps, model.specs)
+    microbatch = config.train.global_batch_size // config.train.gradient_accumulation
+    layout = resolve(sizes, config.sharding, model.specs, optimizer.specs,
+                     model.activations(microbatch, config.data.sequence_length))
+    return Job(config, model, optimizer, layout)

@@ -1,0 +1,93 @@
+"""A run directory: where it is, which configuration it was started with, and what a resume may change.
+
+    config.json       the resolved configuration, which `--config` reads again
+    metrics.jsonl     one JSON object per logged step
+    checkpoints/      one folder per saved step
+    tensorboard/, sharding.txt
+"""
+
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+from jaxlm.config import Config, to_config, to_dict
+from partitioning.declaration import DeclarationError
+
+# A resume is free to change these: none of them changes what is computed.
+FREE = ("mesh", "sharding", "kernels", "log", "checkpoint", "distributed", "train.steps", "train.stop_at", "train.log_every",
+        "train.eval_every", "train.eval_steps", "train.sample_every", "train.sample_prompt", "train.remat", "model.scan_layers")
+# Of the model's keys, those that a user may change knowingly; any other makes another model.
+CHANGEABLE_MODEL = ("model.dropout", "model.max_positions")
+
+
+def default_workdir(name: str) -> pathlib.Path:
+    """runs/NAME-TIME, not yet taken."""
+    base = pathlib.Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that a reader sees the old or the new text, never a part."""
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(text, "utf-8")
+    os.replace(draft, path)
+
+
+def save_config(workdir: pathlib.Path, config: Config) -> None:
+    """Writes the resolved configuration; distributed is this job's own business and stays out."""
+    values = to_dict(config)
+    values.pop("distributed")
+    write_atomically(workdir / "config.json", json.dumps(values, indent=1) + "\n")
+
+
+def load_saved_config(workdir: pathlib.Path) -> Config | None:
+    """The configuration that the run was started with, or None when there is none."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        return to_config(json.loads(path.read_text("utf-8")))
+    except ValueError as error:                # not JSON, or not of this version's keys
+        raise DeclarationError(f"{path} cannot be read: {error}") from None
+
+
+def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """(key, old value, new value) of every leaf that differs."""
+    def walk(a, b, prefix):
+        for name in a:
+            key = f"{prefix}{name}"
+            if isinstance(a[name], dict) and isinstance(b[name], dict) and key.count(".") == 0:
+                yield from walk(a[name], b[name], key + ".")
+            elif a[name] != b[name]:
+                yield key, a[name], b[name]
+    return list(walk(to_dict(old), to_dict(new), ""))
+
+
+def check_resume(workdir: pathlib.Path, old: Config, new: Config, allow_change: bool) -> list[str]:
+    """Says whether a run may go on with another configuration.
+
+    Returns:
+      A line for each difference, to be shown.
+
+    Raises:
+      DeclarationError: it is another model, or keys that change the result differ without --allow_change.
+    """
+    changed = differences(old, new)
+    lines = [f"config.{key}: {a!r} -> {b!r}" for key, a, b in changed]
+    model = [line for line, (key, *_) in zip(lines, changed, strict=True)
+             if key.startswith("model.") and key not in FREE + CHANGEABLE_MODEL]
+    if model:
+        raise DeclarationError(f"{workdir} belongs to another model:\n  " + "\n  ".join(model)
+                               + "\nUse another --workdir, or the model that this run was started with.")
+    guarded = [line for line, (key, *_) in zip(lines, changed, strict=True)
+               if key not in FREE and key.split(".")[0] not in FREE]
+    if guarded and not allow_change:
+        raise DeclarationError(f"{workdir} was started with other values of keys that change the result:\n  " + "\n  ".join(guarded)
+                               + "\nTake them back, use another --workdir, or pass --allow_change to go on with the new ones.")
+    return lines

@@ -1,0 +1,108 @@
+"""One training step: loss and gradients over the microbatches of a batch, then the optimizer's update.
+
+The state is one pytree of plain nested dicts, in exactly the form that a checkpoint has on disk:
+
+    params/<path>    optimizer/<slot>/<path>    counters/{step, updates, skipped, bad_step, loss_scale, good_steps}
+
+`step` counts batches, `updates` the updates that were applied; they differ where an update was skipped.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlm.config import Config
+from jaxlm.optimizers import loss_scale, select_finite
+
+
+def initial_counters(config: Config) -> dict[str, jax.Array]:
+    """The counters at step 0. `bad_step` is the first step whose loss or gradients were not finite, or -1."""
+    counters = {name: jnp.zeros((), jnp.int32) for name in ("step", "updates", "skipped")}
+    counters["bad_step"] = jnp.full((), -1, jnp.int32)
+    if config.precision.scales_loss:
+        scale = loss_scale.init(config.precision)
+        counters |= {"loss_scale": scale["scale"], "good_steps": scale["good_steps"]}
+    return counters
+
+
+def split_microbatches(batch: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
+    """[B, ...] to [count, B / count, ...]: microbatch i takes every count-th example, so that each device keeps its own."""
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+    return {name: split(x) for name, x in batch.items()}
+
+
+def loss_and_gradients(objective: Callable, params: Any, batch: dict[str, jax.Array], *, accumulation: int, dtype: Any):
+    """Sums of an objective and of its gradients over the microbatches of a batch.
+
+    Args:
+      objective: (params, microbatch) -> (scalar, sums to add up). It divides by the target count of the whole batch, so
+        that microbatches with different numbers of targets add up to the large batch exactly.
+      batch: arrays [B, ...].
+      accumulation: microbatches, a divisor of B.
+      dtype: in which the gradients are returned and added up.
+
+    Returns:
+      (sums, gradients).
+    """
+    differentiate = jax.value_and_grad(objective, has_aux=True)
+
+    def of(microbatch):
+        (_, sums), gradients = differentiate(params, microbatch)
+        return sums, jax.tree.map(lambda g: g.astype(dtype), gradients)
+
+    if accumulation == 1:
+        return of(batch)
+
+    def body(total, microbatch):
+        return jax.tree.map(jnp.add, total, of(microbatch)), None
+
+    microbatches = split_microbatches(batch, accumulation)
+    shapes = jax.eval_shape(of, jax.tree.map(lambda x: x[0], microbatches))
+    total, _ = jax.lax.scan(body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), microbatches)
+    return total
+
+
+def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any) -> Callable:
+    """The function (state, batch) -> (state, metrics) that the loop compiles, with the state donated.
+
+    metrics: scalars loss (mean over the batch's targets, nats), grad_norm, learning_rate, targets, and the counters.
+    """
+    stop_on_bad = config.faults.on_nonfinite == "stop" and not config.precision.scales_loss
+    gradient_dtype = jnp.dtype(config.precision.gradients)
+
+    def train_step(state, batch):
+        params, counters = state["params"], state["counters"]
+        targets = jnp.sum(batch["mask"].astype(jnp.float32))
+        scale = counters["loss_scale"] if config.precision.scales_loss else 1.0
+        weight = scale / jnp.maximum(targets, 1)
+        key = jax.random.fold_in(jax.random.key(config.train.seed), counters["step"]) if config.model.dropout else None
+
+        def objective(params, microbatch):
+            dropout = None if key is None else (key, microbatch["example"])
+            sums = model.loss(params, microbatch, dropout=dropout, z_loss=config.optimizer.z_loss, shard=layout)
+            return (sums.loss + sums.z_loss) * weight, sums.loss
+
+        loss_sum, gradients = loss_and_gradients(objective, params, batch, accumulation=config.train.gradient_accumulation,
+                                                 dtype=gradient_dtype)
+        if config.precision.scales_loss:
+            gradients = loss_scale.unscale(gradients, scale)
+        loss = loss_sum / jnp.maximum(targets, 1)
+        step = counters["step"] + 1
+        new_params, new_slots, facts = optimizer.update(gradients, state["optimizer"], params,
+                                                        step=counters["step"], updates=counters["updates"])
+        finite = jnp.isfinite(loss) & jnp.isfinite(facts["grad_norm"])
+        # Once a run is to be stopped, nothing may change any more: the loop looks only at logged steps.
+        apply = finite & (counters["bad_step"] < 0) if stop_on_bad else finite
+        new_params, new_slots = select_finite(apply, (new_params, new_slots), (params, state["optimizer"]))
+        new_counters = dict(counters, step=step, updates=counters["updates"] + apply, skipped=counters["skipped"] + ~apply,
+                            bad_step=jnp.where((counters["bad_step"] < 0) & ~finite, step, counters["bad_step"]))
+        if config.precision.scales_loss:
+            adjusted = loss_scale.adjust({"scale": scale, "good_steps": counters["good_steps"]}, finite, config.precision)
+            new_counters |= {"loss_scale": adjusted["scale"], "good_steps": adjusted["good_steps"]}
+        metrics = {"loss": loss, "targets": targets, **facts, **{k: new_counters[k] for k in new_counters if k != "updates"}}
+        return {"params": new_params, "optimizer": new_slots, "counters": new_counters}, metrics
+
+    return train_step
