@@ -190,6 +190,11 @@ class Config:
     distributed: DistributedConfig = section(DistributedConfig, "several processes")
     kernels: KernelsConfig = section(KernelsConfig, "kernel backends")
 
+    @property
+    def stops_on_nonfinite(self) -> bool:
+        """Under loss scaling, overflow is expected and skipped: the scale adapts."""
+        return self.faults.on_nonfinite == "stop" and not self.precision.scales_loss
+
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A declaration as nested plain dicts (tuples stay tuples), the inverse of `to_config`."""

@@ -1,11 +1,13 @@
 """Text from a model: one prompt in, one token at a time out, with a cache of keys and values."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from partitioning import resolve
 from partitioning.declaration import DeclarationError
 
 
@@ -27,6 +29,15 @@ def choose(logits_V: jax.Array, key: jax.Array, *, temperature: float, top_k: in
         before_V = jnp.cumsum(share_V) - share_V       # what the likelier ids hold already
         sorted_V = jnp.where(before_V < top_p, sorted_V, -jnp.inf)
     return order_V[jax.random.categorical(key, sorted_V)]
+
+
+def generation_layout(job: Any) -> Any:
+    """The job's layout for one prompt: parameters as they are, activations not split along batch or length."""
+    sharding = job.config.sharding
+    rules = {**sharding.activations.get("rules", {}), "batch": None, "length": None}
+    sharding = dataclasses.replace(sharding, activations={**sharding.activations, "rules": rules})
+    layout = resolve(job.layout.sizes, sharding, job.model.specs, job.optimizer.specs, job.model.activations(1, 1))
+    return layout.on(job.mesh)
 
 
 def check_sampling(*, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -69,19 +80,18 @@ class Sampler:
                                    "(config.model.max_positions); shorten it.")
         count = min(max_new_tokens, longest - len(prompt))
         padded = min(_bucket(len(prompt)), longest)
-        with jax.set_mesh(self._layout.mesh):
-            cache = self._model.init_cache(1, min(_bucket(padded + count), longest))
-            key = jax.random.key(seed)
-            tokens_1T = jnp.asarray([prompt + [0] * (padded - len(prompt))], jnp.int32)
-            length = len(prompt)
-            for i in range(count):
-                token, cache = self._step(params, tokens_1T, jnp.int32(length), cache, jax.random.fold_in(key, i),
-                                          temperature=temperature, top_k=top_k, top_p=top_p)
-                token = int(token)
-                if token == eos_id:
-                    return
-                yield token
-                tokens_1T, length = jnp.full((1, 1), token, jnp.int32), 1
+        cache = self._model.init_cache(1, min(_bucket(padded + count), longest))
+        key = jax.random.key(seed)
+        tokens_1T = jnp.asarray([prompt + [0] * (padded - len(prompt))], jnp.int32)
+        length = len(prompt)
+        for i in range(count):
+            token, cache = self._step(params, tokens_1T, jnp.int32(length), cache, jax.random.fold_in(key, i),
+                                      temperature=temperature, top_k=top_k, top_p=top_p)
+            token = int(token)
+            if token == eos_id:
+                return
+            yield token
+            tokens_1T, length = jnp.full((1, 1), token, jnp.int32), 1
 
 
 def _bucket(length: int) -> int:

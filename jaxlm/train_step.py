@@ -70,7 +70,6 @@ def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any) -> 
 
     metrics: scalars loss (mean over the batch's targets, nats), grad_norm, learning_rate, targets, and the counters.
     """
-    stop_on_bad = config.faults.on_nonfinite == "stop" and not config.precision.scales_loss
     gradient_dtype = jnp.dtype(config.precision.gradients)
 
     def train_step(state, batch):
@@ -95,7 +94,7 @@ def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any) -> 
                                                         step=counters["step"], updates=counters["updates"])
         finite = jnp.isfinite(loss) & jnp.isfinite(facts["grad_norm"])
         # Once a run is to be stopped, nothing may change any more: the loop looks only at logged steps.
-        apply = finite & (counters["bad_step"] < 0) if stop_on_bad else finite
+        apply = finite & (counters["bad_step"] < 0) if config.stops_on_nonfinite else finite
         new_params, new_slots = select_finite(apply, (new_params, new_slots), (params, state["optimizer"]))
         new_counters = dict(counters, step=step, updates=counters["updates"] + apply, skipped=counters["skipped"] + ~apply,
                             bad_step=jnp.where((counters["bad_step"] < 0) & ~finite, step, counters["bad_step"]))

@@ -1,0 +1,69 @@
+"""A finished or running run, opened to be used: its configuration, its job on today's devices, its parameters."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+from jaxlm.checkpoint import Checkpoints, find_source
+from jaxlm.commandline import load_config
+from jaxlm.config import Config
+from partitioning import MeshConfig
+from partitioning.declaration import DeclarationError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which parameters to open."""
+    parser.add_argument("source", metavar="SOURCE", help="a run directory or one of its checkpoints")
+    parser.add_argument("--step", default="latest", metavar="N|latest|best", help="which checkpoint (best: lowest eval_loss in metrics.jsonl)")
+
+
+def open_config(flags: argparse.Namespace) -> tuple[pathlib.Path, int, Config]:
+    """The run directory, the step and the configuration (with --config.* overrides) that the flags ask for.
+
+    Raises:
+      DeclarationError: there is no such run or checkpoint, or an override is wrong.
+    """
+    path, step = find_source(flags.source)
+    config = load_config(str(path / "config.json"), flags.overrides)
+    import jax
+    if not any(key.startswith("mesh.") for key, _ in flags.overrides) and not fits(config.mesh, jax.device_count()):
+        print(f"the run's mesh does not fit {jax.device_count()} device(s); using fsdp={jax.device_count()}", file=sys.stderr)
+        config = dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=jax.device_count()))
+    return path, step if step is not None else choose_step(path, flags.step), config
+
+
+def fits(mesh: MeshConfig, num_devices: int) -> bool:
+    from partitioning import resolve_sizes
+    try:
+        resolve_sizes(mesh, num_devices)
+    except DeclarationError:
+        return False
+    return True
+
+
+def choose_step(path: pathlib.Path, wanted: str) -> int:
+    """The step that 'latest', 'best' or a number stands for, among the complete checkpoints."""
+    reader = Checkpoints(path / "checkpoints", read_only=True)
+    steps = reader.steps()
+    if not steps:
+        raise DeclarationError(f"{path} has no complete checkpoint yet.")
+    if wanted == "latest":
+        return steps[-1]
+    if wanted == "best":
+        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
+        scored = {row["step"]: row["eval_loss"] for row in rows if row.get("eval_loss") is not None and row["step"] in steps}
+        if not scored:
+            raise DeclarationError(f"--step=best: none of the saved steps ({', '.join(map(str, steps))}) has an eval_loss in "
+                                   f"{path / 'metrics.jsonl'}; give a number or latest.")
+        return min(scored, key=scored.get)
+    if not wanted.isdigit() or int(wanted) not in steps:
+        raise DeclarationError(f"--step={wanted}: expected latest, best or one of the saved steps: {', '.join(map(str, steps))}.")
+    return int(wanted)
+
+
+def load_params(path: pathlib.Path, step: int, job: Any) -> Any:
+    """The parameters of a checkpoint, laid out as the job says."""
+    return Checkpoints(path / "checkpoints", read_only=True).restore_params(step, job.abstract_params())

@@ -1,0 +1,234 @@
+"""`python -m jaxlm.train`: trains a model; the same --workdir resumes.
+
+The order matters to the user: everything that can be wrong with the input is found before anything compiles, and
+everything that can be prepared while XLA compiles is.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import shlex
+import sys
+from typing import Any
+
+from jaxlm import commandline
+from jaxlm.checkpoint import FORMAT, Checkpoints, find_source, in_background, saved_steps
+from jaxlm.commandline import RunError
+from jaxlm.config import Config, to_dict
+from jaxlm.run_directory import check_resume, default_workdir, load_saved_config, save_config
+from partitioning.declaration import DeclarationError
+
+
+def main(flags: argparse.Namespace) -> int:
+    workdir, config, changes = settle(flags)
+    from jaxlm import distributed, xla_flags
+    flag_line = xla_flags.apply()
+    distributed.initialize(config.distributed)
+    import jax
+    say = print if jax.process_index() == 0 else (lambda *_: None)
+    say(f"run directory: {workdir}")
+    for line in changes:
+        say(f"changed: {line}")
+    if flag_line:
+        say(flag_line)
+
+    from jaxlm.data import open_data
+    from jaxlm.job import build_job
+    data = open_data(config.data, config.model.vocab_size)
+    job = build_job(config, jax.device_count()).on_devices()
+    stop_at = min(config.train.stop_at or config.train.steps, config.train.steps)
+    start = newest_step(workdir)
+    if start >= stop_at:
+        say(f"this run is finished: its newest checkpoint is of step {start}, and it was to stop at {stop_at}. "
+            "To go on, raise --config.train.steps.")
+        return 0
+    source = weights_source(config, start)
+    for line in opening_lines(job, data, start, stop_at, source):
+        say(line)
+    with out_of_memory_explained(job):
+        train(job, data, workdir, start, stop_at)
+    say(f"finished at step {stop_at}; to go on or to look again:\n  {resume_command(flags, workdir)}")
+    return 0
+
+
+def settle(flags: argparse.Namespace) -> tuple[pathlib.Path, Config, list[str]]:
+    """The run directory, the configuration, and what differs from the one that the run was started with."""
+    workdir = pathlib.Path(flags.workdir) if flags.workdir else None
+    source = flags.config
+    if source is None and workdir is not None and (workdir / "config.json").is_file():
+        source = str(workdir / "config.json")
+    if source is None:
+        raise DeclarationError("which configuration? Pass --config=NAME or --config=FILE.py; shipped names: "
+                               + ", ".join(commandline.shipped_configs()) + ".")
+    config = commandline.load_config(source, flags.overrides)
+    if workdir is None:
+        return default_workdir(pathlib.Path(source).stem), config, []
+    if workdir.exists() and not workdir.is_dir():
+        raise DeclarationError(f"--workdir={workdir} is a file; give a directory.")
+    old = load_saved_config(workdir)
+    if old is None and saved_steps(workdir):
+        raise DeclarationError(f"{workdir} has checkpoints but no config.json, so nothing says which model they are of; "
+                               "put the file back, or use another --workdir.")
+    return workdir, config, check_resume(workdir, old, config, flags.allow_change) if old else []
+
+
+def newest_step(workdir: pathlib.Path) -> int:
+    """The step of the newest complete checkpoint, 0 when there is none."""
+    names = saved_steps(workdir)
+    if not names:
+        return 0
+    reader = Checkpoints(workdir / "checkpoints", read_only=True)
+    steps = reader.steps()
+    if not steps:
+        raise RunError(f"{workdir / 'checkpoints'} holds {', '.join(names)}, but none of them is complete. Nothing was touched; "
+                       "move them away to start anew.")
+    return steps[-1]
+
+
+def weights_source(config: Config, start: int) -> str:
+    if start:
+        return f"the checkpoint of step {start} in the run directory"
+    if config.checkpoint.restore_from:
+        path, step = find_source(config.checkpoint.restore_from)
+        what = "parameters" if config.checkpoint.restore == "params" else "whole state"
+        return f"{path}, {f'step {step}' if step is not None else 'its newest step'} ({what})"
+    return f"random, seed {config.train.seed}"
+
+
+def opening_lines(job: Any, data: Any, start: int, stop_at: int, source: str) -> list[str]:
+    """What a run states before it starts."""
+    import jax
+
+    from jaxlm.models import count_parameters
+    config, layout = job.config, job.layout
+    axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "one device"
+    state = sum(row.bytes_per_device for row in layout.rows if row.kind in ("params", "optimizer"))
+    device = jax.devices()[0]
+    lines = [f"devices: {jax.device_count()} x {device.device_kind} ({device.platform}), mesh: {axes}",
+             f"model: {count_parameters(job.model.specs):,} parameters, state {state / 2**20:,.1f} MiB per device",
+             f"batch: {config.train.global_batch_size} x {config.data.sequence_length} = "
+             f"{config.train.global_batch_size * config.data.sequence_length:,} tokens per step, steps {start + 1} to {stop_at}",
+             *(f"data: {line}" for line in data.lines()), f"weights: {source}"]
+    return lines + [f"note: {note}" for note in layout.notes]
+
+
+def train(job: Any, data: Any, workdir: pathlib.Path, start: int, stop_at: int) -> None:
+    """Prepares the step, the state and the feed side by side, then loops."""
+    import jax
+
+    from jaxlm.data import train_batches
+    from jaxlm.data.feed import place, rows_of
+    from jaxlm.logs import ProfileWindow, Recorder, drop_rows_after
+    from jaxlm.loop import run_loop
+    from jaxlm.signals import StopFlag
+    from partitioning.report import text_report
+    config, is_main = job.config, jax.process_index() == 0
+    train_step = in_background(lambda: compile_train_step(job))
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous)
+    state = initial_state(job, checkpoints, start)
+    if is_main:                                # after the restore: a run that cannot go on is left as it was
+        save_config(workdir, config)
+        (workdir / "sharding.txt").write_text(text_report(job.layout) + "\n", "utf-8")
+        drop_rows_after(workdir / "metrics.jsonl", start)
+    shardings = job.batch_shardings()
+    batches = train_batches(data.train, batch_size=config.train.global_batch_size, seed=config.data.seed, start_step=start,
+                            rows=rows_of(shardings["inputs"], config.train.global_batch_size))
+    evaluate = make_evaluate_or_none(job, data)
+    sample = make_sample(job, data) if config.train.sample_every else None
+    with contextlib.ExitStack() as stack:
+        stack.callback(checkpoints.close)
+        recorder = stack.enter_context(Recorder(workdir, config.log, total_steps=stop_at, is_main=is_main))
+        feed = stack.enter_context(place(batches, shardings))
+        profile = stack.enter_context(ProfileWindow(config.log.profile_steps, workdir))
+        stop = stack.enter_context(StopFlag())
+        run_loop(job, train_step(), state, feed, start=start, stop_at=stop_at, recorder=recorder, checkpoints=checkpoints,
+                 about=lambda step: about(job, data, step), evaluate=evaluate, sample=sample, profile=profile, stop=stop)
+
+
+def compile_train_step(job: Any) -> Any:
+    """The compiled training step, its state donated. Compiled ahead of time, so there is exactly one."""
+    import jax
+
+    from jaxlm.train_step import make_train_step
+    step = make_train_step(job.config, job.model, job.optimizer, job.layout)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(job.shardings(), None))
+    return jitted.lower(job.abstract_state(), job.abstract_batch()).compile()
+
+
+def initial_state(job: Any, checkpoints: Checkpoints, start: int) -> Any:
+    """The state that training starts from: the run's own checkpoint, else restore_from, else random."""
+    import jax
+    if start:
+        return checkpoints.restore(start, job.abstract_state())
+    state = jax.jit(job.initial_state, out_shardings=job.shardings())(jax.random.key(job.config.train.seed))
+    source = job.config.checkpoint.restore_from
+    if not source:
+        return state
+    path, step = find_source(source)
+    reader = Checkpoints(path / "checkpoints", read_only=True)
+    step = step if step is not None else max(reader.steps(), default=None)
+    if step is None:
+        raise DeclarationError(f"config.checkpoint.restore_from = {source!r} has no complete checkpoint.")
+    if job.config.checkpoint.restore == "all":
+        return reader.restore(step, job.abstract_state())
+    params = reader.restore_params(step, job.abstract_params())
+    print(f"restored {len(jax.tree.leaves(params))} parameter arrays of step {step} from {path}")
+    return {**state, "params": params}
+
+
+def about(job: Any, data: Any, step: int) -> dict[str, Any]:
+    """What is saved beside the arrays. The data position is the number of batches taken: their order is a function of it."""
+    return {"format": FORMAT, "step": step, "config": to_dict(job.config), "mesh": dict(job.layout.sizes),
+            "data": {"next_batch": step, "seed": job.config.data.seed, **data.facts}}
+
+
+def make_evaluate_or_none(job: Any, data: Any) -> Any:
+    from jaxlm.evaluation import make_evaluate
+    return make_evaluate(job, data.eval) if data.eval is not None else None
+
+
+def make_sample(job: Any, data: Any) -> Any:
+    """A function of the parameters that continues config.train.sample_prompt."""
+    from jaxlm.sampling import Sampler, generation_layout
+    sampler = Sampler(job.model, generation_layout(job))
+    prompt = data.tokenizer.encode(job.config.train.sample_prompt)
+
+    def sample(params) -> str:
+        return data.tokenizer.decode(list(sampler.generate(params, prompt, max_new_tokens=128, temperature=0.8, seed=0,
+                                                           eos_id=data.tokenizer.eos_id)))
+    return sample
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(job: Any):
+    """Turns XLA's page about memory into what was asked for, by which arrays, and what to change."""
+    import jax
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        largest = sorted(job.layout.rows, key=lambda row: -row.bytes_per_device)[:5]
+        arrays = "\n".join(f"  {row.kind}/{row.path}: {row.bytes_per_device / 2**20:,.1f} MiB per device" for row in largest)
+        raise RunError(f"out of memory on a device: {str(error).splitlines()[0][:200]}\nlargest arrays of the state:\n{arrays}\n"
+                       "Raise config.train.gradient_accumulation, lower config.train.global_batch_size or config.data.sequence_length, "
+                       "set config.train.remat = 'full', or shard over more devices (config.mesh.fsdp).") from error
+
+
+def resume_command(flags: argparse.Namespace, workdir: pathlib.Path) -> str:
+    """The command that goes on with this run."""
+    words = ["python", "-m", "jaxlm.train"] + ([f"--config={flags.config}"] if flags.config else [])
+    words += [f"--config.{key}={text}" for key, text in flags.overrides]
+    words += [f"--simulate_devices={flags.simulate_devices}"] if flags.simulate_devices else []
+    return shlex.join([*words, f"--workdir={workdir}"])
+
+
+def arguments() -> argparse.ArgumentParser:
+    out = commandline.parser("jaxlm.train", "Trains a language model. The same --workdir resumes.")
+    out.add_argument("--workdir", metavar="DIR", help="the run directory (default: runs/NAME-TIME)")
+    out.add_argument("--allow_change", action="store_true", help="resume although keys that change the result differ")
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(commandline.run(main, arguments()))
