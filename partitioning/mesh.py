@@ -1,10 +1,22 @@
-"""The mesh: six named axes over the devices, outermost (slowest links) first."""
+"""The mesh: six named axes over the devices, outermost (slowest links) first.
+
+The user gives sizes, one of which may be -1. `resolve_sizes` turns them into six numbers whose product is the number of
+devices, once, before anything else happens; the declared sizes are never read again. It needs a number of devices and
+not the devices themselves, so a laptop can resolve a mesh of thousands.
+"""
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from partitioning.declaration import leaf
+from partitioning.declaration import DeclarationError, leaf
+
+if TYPE_CHECKING:
+    import jax
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+NOT_AVAILABLE_YET = {"pipe": "pipelines are", "expert": "expert parallelism is", "context": "context parallelism is"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,3 +28,82 @@ class MeshConfig:
     expert: int = leaf(1, "devices that share experts", at_least=-1)
     context: int = leaf(1, "devices that share one sequence in attention", at_least=-1)
     tensor: int = leaf(1, "devices that split each matmul", at_least=-1)
+
+
+def resolve_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """The size of all six axes; their product is `num_devices`.
+
+    Raises:
+      DeclarationError: more than one -1, a size of 0, sizes that do not multiply to the number of devices, or an axis
+        larger than 1 that nothing serves yet.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    if sizes["data"] is None:
+        sizes["data"] = 1 if -1 in sizes.values() else -1
+    for axis, size in sizes.items():
+        if size == 0 or size < -1:
+            raise DeclarationError(f"config.mesh.{axis} = {size}; expected a size of at least 1, or -1 for what is left of "
+                                   "the devices.")
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise DeclarationError(f"config.mesh: {' and '.join(open_axes)} are -1; only one axis can take what is left of the "
+                               f"{num_devices} devices. Give all but one a size.")
+    given = math.prod(size for size in sizes.values() if size != -1)
+    if num_devices % given or (not open_axes and given != num_devices):
+        raise DeclarationError(_misfit(sizes, given, num_devices))
+    for axis in open_axes:
+        sizes[axis] = num_devices // given
+    for axis, what in NOT_AVAILABLE_YET.items():
+        if sizes[axis] > 1:
+            raise DeclarationError(f"config.mesh.{axis} = {sizes[axis]}: {what} not available yet; set {axis} to 1 and give its "
+                                   "devices to data, fsdp or tensor.")
+    return sizes
+
+
+def _misfit(sizes: Mapping[str, int], given: int, num_devices: int) -> str:
+    """What the sizes ask for, how many devices there are, and every single change that would make them fit."""
+    named = {axis: size for axis, size in sizes.items() if size > 1}
+    open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+    asked = " x ".join(f"{axis}={size}" for axis, size in named.items()) or "one device"
+    found = f"{num_devices} device" + ("" if num_devices == 1 else "s")
+    if open_axis:
+        message = f"config.mesh: {asked}{f' = {given}' if len(named) > 1 else ''} does not divide the {found}, so {open_axis}=-1 has no size."
+    else:
+        message = f"config.mesh: {asked} needs {given} device{'' if given == 1 else 's'}, but there {'is' if num_devices == 1 else 'are'} {found}."
+    ways = []
+    for axis, size in named.items():
+        rest = given // size
+        if num_devices % rest:
+            continue
+        share = num_devices // rest
+        if open_axis:
+            ways.append(f"{axis} = " + " or ".join(str(d) for d in nearest_divisors(share, size)))
+        elif share != size:
+            ways.append(f"{axis} = {share}")
+    if not open_axis and given < num_devices and num_devices % given == 0:
+        ways += [f"{axis} = -1" for axis in ("data", "fsdp") if sizes[axis] == 1]
+    if not ways:
+        ways.append(f"sizes whose product {'divides' if open_axis else 'is'} {num_devices}")
+    return f"{message} What fits: {'; or '.join(ways)}; or {'a multiple of ' if open_axis else ''}{given} devices."
+
+
+def nearest_divisors(number: int, size: int) -> list[int]:
+    """The divisors of `number` next to `size`, the nearer first: one not above it and one not below it."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    around = {max(d for d in divisors if d <= size), min((d for d in divisors if d >= size), default=number)}
+    return sorted(around, key=lambda d: (abs(d - size), d))
+
+
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> "jax.sharding.Mesh":
+    """A mesh with all six axes, of type Auto, over `devices` (all of JAX's by default).
+
+    Raises:
+      DeclarationError: the sizes do not multiply to the number of devices.
+    """
+    import jax
+    devices = jax.devices() if devices is None else list(devices)
+    needed = math.prod(sizes[axis] for axis in AXES)
+    if needed != len(devices):
+        raise DeclarationError(_misfit(sizes, needed, len(devices)))
+    return jax.make_mesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+                         devices=devices)

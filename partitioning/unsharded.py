@@ -1,0 +1,28 @@
+"""A model without a mesh: what a Layout offers to model code, with nothing to do but cast."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Unsharded:
+    """Takes the place of a bound Layout where there is no mesh."""
+
+    def constrain(self, x: jax.Array, dims: tuple[str | None, ...]) -> jax.Array:
+        """`x` itself."""
+        del dims
+        return x
+
+    def use(self, params: Any, prefix: str, dtype: Any, stacked: bool = False) -> Any:
+        """`params` in `dtype`, the floating ones."""
+        del prefix, stacked
+        return cast(params, dtype)
+
+
+UNSHARDED = Unsharded()
+
+
+def cast(params: Any, dtype: Any) -> Any:
+    """A pytree with its floating arrays in `dtype`."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
