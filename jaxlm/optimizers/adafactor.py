@@ -3,8 +3,8 @@
 For a matrix Adafactor keeps the row and column means of the squared gradient instead of all of it, bounds the root mean square
 of the step, and scales it by the root mean square of the parameter (Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5).
 All three speak of one matrix. Our layers are stacked: given such an array whole, the two largest dims may be `layers` and
-something else, a stack of norm gains passes for a matrix, and every layer's step is scaled by all the others. So the rule is mapped
-over `layers`, and each layer gets what it would get alone.
+something else, a stack of norm gains passes for a matrix, and every layer's step is scaled by all the others. So the rule is
+mapped over `layers`, and each layer gets what it would get alone.
 
 Slots: `v_row` and `v_col` for factored parameters (the dims that remain after averaging over the largest, and over the second
 largest), `v` for the others. A parameter is factored if the second largest dim of its layer has at least 128 rows.

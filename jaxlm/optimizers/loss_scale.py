@@ -1,8 +1,9 @@
 """Dynamic loss scaling for float16 gradients.
 
-Small gradients vanish in float16. Multiplying the loss by a scale lifts all of them; dividing the gradients by it, in float32, gives back
-their values. The scale is as large as it can be: it doubles after a run of good steps and halves when a gradient overflows, and that
-step is left out (Micikevicius et al., arXiv:1710.03740, section 3.2). Scales are powers of two times the first one, so scaling rounds nothing.
+Small gradients vanish in float16. Multiplying the loss by a scale lifts all of them; dividing the gradients by it, in float32,
+gives back their values. The scale is as large as it can be: it doubles after a run of finite steps and halves when a gradient
+overflows, and that step is left out (Micikevicius et al., arXiv:1710.03740, section 3.2). Scales are the first one times a power
+of two, so that with a power of two for the first, as is the default, scaling itself rounds nothing.
 
 State: `scale`, float32, and `good_steps`, int32, the finite steps since the scale last changed.
 """

@@ -6,9 +6,9 @@ layers are stacked, and an attention kernel has two dims for its heads. The logi
 matrices, `embed` is one side of each, and what remains is the other. Everything else (embeddings, the output matrix, norms,
 biases) goes to Adam at its own rate.
 
-An orthogonal matrix has root mean square 1 / sqrt(its larger side); Adam's step has about 0.2. The direction is therefore scaled by
-0.2 * sqrt(max(fan_in, fan_out)) (Liu et al., arXiv:2502.16982, section 2.2), so that rate and weight decay mean for both
-what they mean for AdamW, at any shape.
+An orthogonal matrix has root mean square 1 / sqrt(its larger side); Adam's step has about 0.2. The direction is therefore scaled
+by 0.2 * sqrt(max(fan_in, fan_out)) (Liu et al., arXiv:2502.16982, section 2.2), so that rate and weight decay mean here what they
+mean for AdamW, at any shape.
 """
 
 import math
@@ -28,7 +28,8 @@ COUNTING_DIMS = ("layers", "experts")
 def matrix_sides(spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The input and output dims of the matrices that a stacked array holds, or None if it holds none.
 
-    ('layers', 'embed', 'heads', 'head_dim') -> ((1,), (2, 3)); ('layers', 'mlp', 'embed') -> ((1,), (2,)); ('layers', 'embed') -> None.
+    ('layers', 'embed', 'heads', 'head_dim') -> ((1,), (2, 3)); ('layers', 'mlp', 'embed') -> ((1,), (2,));
+    ('layers', 'embed') and ('vocab', 'embed') -> None.
     """
     if spec.dims[:1] != ("layers",):
         return None

@@ -2,11 +2,11 @@
 
     g    <- gradients * min(1, clip_norm / norm)        norm over all gradients, float32
     d    <- update rule(g)                              AdamW, Lion, ...: `update_rules.py`, `adafactor.py`, `muon.py`
-    p    <- p - rate * (d + weight_decay * p)           decay for the masked parameters only (Loshchilov and Hutter, arXiv:1711.05101)
+    p    <- p - rate * (d + weight_decay * p)           decay where the mask says (Loshchilov and Hutter, arXiv:1711.05101)
 
-State is plain: named slots of arrays by parameter path, and one counter of applied updates that the caller keeps. All mathematics
-is float32, whatever the formats of parameters, gradients and slots; a result is rounded once, when it is stored. Arrays are global
-under jit, so the norm is that of one device on any mesh.
+State is plain: named slots of arrays by parameter path, and one counter of applied updates that the caller keeps. All
+mathematics is float32, whatever the formats of parameters, gradients and slots; a result is rounded once, when it is stored.
+Arrays are global under jit, so the norm is that of one device on any mesh.
 """
 
 import dataclasses
@@ -50,8 +50,9 @@ class Optimizer:
         self._check(flatten(params), "parameters")
         return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), self.specs)
 
-    def update(self, grads: Tree, slots: dict[str, Tree], params: Tree, *, step: jax.typing.ArrayLike, updates: jax.typing.ArrayLike,
-               accept: Callable[[jax.Array], jax.Array] | None = None) -> tuple[Tree, dict[str, Tree], dict[str, jax.Array]]:
+    def update(self, grads: Tree, slots: dict[str, Tree], params: Tree, *, step: jax.typing.ArrayLike,
+               updates: jax.typing.ArrayLike, accept: Callable[[jax.Array], jax.Array] | None = None,
+               ) -> tuple[Tree, dict[str, Tree], dict[str, jax.Array]]:
         """One step.
 
         Args:

@@ -23,8 +23,8 @@ def make_schedule(config: OptimizerConfig, steps: int, peak: float | None = None
 
       constant  1
       linear    1 - (1 - f) p
-      cosine    f + (1 - f) (1 + cos(pi p)) / 2                                      (Loshchilov and Hutter, arXiv:1608.03983, eq. 5)
-      wsd       1, then linear from 1 to f over the last `decay_steps` steps         (Hu et al., arXiv:2404.06395, eq. 1)
+      cosine    f + (1 - f) (1 + cos(pi p)) / 2                              (Loshchilov and Hutter, arXiv:1608.03983, eq. 5)
+      wsd       1, then linear from 1 to f over the last `decay_steps` steps (Hu et al., arXiv:2404.06395, eq. 1)
 
     A warm-up that leaves no step to decay in (w >= steps - 1) ends the run at the rate that it has reached.
 
