@@ -1,0 +1,55 @@
+"""Rematerialisation: what a block keeps for the backward pass; the rest is computed again there.
+
+  none   everything is kept; nothing is recomputed.
+  full   only the block's input is kept.
+  dots   the outputs of the matmuls with weights are kept; attention scores, norms and activations are recomputed.
+  names  of activations: only those are kept. A block names the points in NAMES.
+
+('dots', the default, is often the fastest too: what it recomputes is cheaper than to write and read back.)
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from partitioning.declaration import DeclarationError, nearest
+
+NAMES = {
+    "query": "queries after bias, norm and rotation",
+    "key": "keys after bias, norm and rotation",
+    "value": "values",
+    "attention": "what the heads attended to, before the output matrix",
+    "attention_out": "output of the attention part, before it is added",
+    "mlp_gate": "output of the gate matrix (gated MLP only)",
+    "mlp_up": "output of the up matrix",
+    "mlp_hidden": "input of the down matrix",
+    "mlp_out": "output of the MLP, before it is added",
+}
+
+
+def name(x: jax.Array, point: str) -> jax.Array:
+    """Marks x as one of NAMES."""
+    assert point in NAMES
+    return checkpoint_name(x, point)
+
+
+def check(policy: tuple[str, ...]) -> None:
+    """Raises DeclarationError for an unknown policy or name."""
+    alone = ("none", "full", "dots")
+    if not policy or (len(policy) > 1 and set(policy) & set(alone)):
+        raise DeclarationError(f"config.train.remat = {policy!r}; expected one of {', '.join(alone)} alone, or names of "
+                               f"activations: {', '.join(NAMES)}.")
+    for item in policy:
+        if item not in alone and item not in NAMES:
+            raise DeclarationError(f"config.train.remat has {item!r}, which is no policy and no name of an activation: "
+                                   f"{nearest(item, (*alone, *NAMES))}")
+
+
+def apply(block: Callable, policy: tuple[str, ...], *, looped: bool) -> Callable:
+    """`block` with the policy. `looped`: it is the body of a scan, where the compiler cannot undo the recomputation."""
+    if policy == ("none",):
+        return block
+    policies = jax.checkpoint_policies
+    kept = {("full",): policies.nothing_saveable, ("dots",): policies.dots_with_no_batch_dims_saveable}.get(policy)
+    return jax.checkpoint(block, policy=kept or policies.save_only_these_names(*policy), prevent_cse=not looped)
