@@ -1,0 +1,102 @@
+"""Batches in an order that is a pure function of (seed, step).
+
+Row r of step s is example number s B + r of an endless sequence of epochs; each epoch permutes all examples and shifts their borders, both
+from a key of (seed, epoch). A process asks for the rows that it needs, so the global batch is the same for every number of processes
+and every mesh, and a resumed run starts at its step without replay.
+
+Grain drives it: a `MapDataset` over steps, whose map assembles a step's rows in one gather, read ahead by Grain's threads. Grain's element
+is the batch rather than the example, which keeps Python's cost per example out of the way of the training loop.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlm.data.examples import Examples
+from jaxlm.data.order import key, permute
+
+ENDLESS = 2 ** 60
+
+
+class Batches:
+    """An iterator over this process's rows of each step's batch; read ahead, so close it when done.
+
+    Attributes:
+      batch_size: rows of the global batch.
+      rows: numbers, in the global batch, of the rows that come out.
+    """
+
+    def __init__(self, assemble: Callable[[int], dict[str, np.ndarray]], *, start: int, stop: int, batch_size: int,
+                 rows: Sequence[int], prefetch: int):
+        import grain                           # takes a third of a second
+        self.batch_size, self.rows = batch_size, np.asarray(rows, np.int64)
+        options = grain.ReadOptions(num_threads=1 if prefetch else 0, prefetch_buffer_size=prefetch)
+        self._iterator: Any = None
+        if stop > start:
+            steps = grain.MapDataset.range(start, stop).map(assemble)
+            self._iterator = iter(steps.to_iter_dataset(options))
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._iterator is None:
+            raise StopIteration
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """Stops reading ahead. The iterator is at its end then."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            iterator.close()
+
+
+def _check_rows(rows: Sequence[int] | None, batch_size: int) -> np.ndarray:
+    out = np.arange(batch_size) if rows is None else np.asarray(rows, np.int64)
+    if out.size == 0 or out.min() < 0 or out.max() >= batch_size:
+        raise ValueError(f"rows {out.tolist()} are not rows of a batch of {batch_size}")
+    return out
+
+
+def train_batches(examples: Examples, *, batch_size: int, seed: int, start_step: int = 0, rows: Sequence[int] | None = None,
+                  prefetch: int = 4) -> Batches:
+    """Batches without end for training.
+
+    Args:
+      batch_size: examples per step, over all processes.
+      seed: seed of the order.
+      start_step: step of the first batch.
+      rows: rows of the global batch to read (None: all).
+      prefetch: batches read ahead (0: read when asked).
+
+    Returns:
+      An iterator of dicts: inputs, targets int32 [n, L], mask bool [n, L], example int32 [n] (the row's number in the global batch).
+    """
+    chosen = _check_rows(rows, batch_size)
+
+    def assemble(step: int) -> dict[str, np.ndarray]:
+        epochs, positions = np.divmod(step * batch_size + chosen, len(examples))
+        indices = permute(positions, len(examples), key(seed, epochs, "order"))
+        shift = (key(seed, epochs, "shift") % np.uint64(examples.targets)).astype(np.int64)
+        return {**examples.gather(indices, shift), "example": chosen.astype(np.int32)}
+
+    return Batches(assemble, start=start_step, stop=ENDLESS, batch_size=batch_size, rows=chosen, prefetch=prefetch)
+
+
+def eval_batches(examples: Examples, *, batch_size: int, rows: Sequence[int] | None = None, limit: int | None = None,
+                 prefetch: int = 4) -> Batches:
+    """All examples once, in order; the rows that the last batch has too many are masked out.
+
+    Args:
+      limit: stop after so many batches (None: the whole set).
+      The others and the result as in `train_batches`.
+    """
+    chosen = _check_rows(rows, batch_size)
+
+    def assemble(step: int) -> dict[str, np.ndarray]:
+        return {**examples.gather(step * batch_size + chosen), "example": chosen.astype(np.int32)}
+
+    steps = -(-len(examples) // batch_size)
+    return Batches(assemble, start=0, stop=steps if limit is None else min(steps, limit), batch_size=batch_size, rows=chosen,
+                   prefetch=prefetch)

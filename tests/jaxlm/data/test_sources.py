@@ -1,0 +1,123 @@
+"""Files become documents in a fixed order, and every mistake in them is named."""
+
+import json
+
+import pytest
+
+from jaxlm.data.sources import EMBEDDED, read_corpus
+from partitioning.declaration import DeclarationError
+
+
+def read(*names, text_field="text", on_bad_record="fail"):
+    return read_corpus([str(n) for n in names], text_field=text_field, on_bad_record=on_bad_record, key="config.data.train")
+
+
+def message(*names, **options):
+    with pytest.raises(DeclarationError) as error:
+        read(*names, **options)
+    return str(error.value)
+
+
+@pytest.fixture
+def notes(tmp_path):
+    for name, text in (("b.txt", "second"), ("a.txt", "first\r\n"), ("sub/c.txt", "third\n")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode())
+    return tmp_path
+
+
+def test_a_glob_is_sorted_and_a_text_file_is_one_document_kept_byte_for_byte(notes):
+    assert read(notes / "*.txt").documents == (b"first\r\n", b"second")
+    assert read(notes / "**" / "*.txt").documents == (b"first\r\n", b"second", b"third\n")
+
+
+def test_names_keep_their_order_and_a_file_named_twice_is_read_once(notes):
+    corpus = read(notes / "b.txt", notes / "*.txt", notes / "b.txt")
+    assert corpus.documents == (b"second", b"first\r\n")
+    assert [f.rsplit("/", 1)[-1] for f in corpus.files] == ["b.txt", "a.txt"]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path):
+    (tmp_path / "a[1].txt").write_text("here")
+    assert read(tmp_path / "a[1].txt").documents == (b"here",)
+
+
+def test_a_byte_order_mark_is_dropped(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    assert read(tmp_path / "a.txt").documents == (b"hello",)
+
+
+def test_each_json_line_is_a_document_whatever_else_may_end_a_line(tmp_path):
+    lines = [json.dumps({"body": "one\u2028still one\nline"}, ensure_ascii=False), "", json.dumps({"body": "zwei ü"}),
+             json.dumps({"body": "  "})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\r\n", "utf-8")
+    corpus = read(tmp_path / "a.jsonl", text_field="body")
+    assert corpus.documents == ("one\u2028still one\nline".encode(), "zwei ü".encode())
+    assert corpus.blank == 1 and corpus.skipped == 0
+
+
+@pytest.mark.parametrize("line, words", [
+    (b"{not json", "is not JSON"),
+    (b"[1]", "expected an object with the field 'text'"),
+    (b'{"body": "x", "id": 3}', "has no field 'text' (its fields: 'body', 'id'); config.data.text_field"),
+    (b'{"text": 3}', "has a int in the field 'text'; expected a string"),
+    (b'{"text": "\xff"}', "is not UTF-8: byte 0xff at offset 10"),
+    (b'{"text": "\\ud800"}', "half a surrogate pair"),
+    (b"[" * 100_000, "is not JSON"),
+])
+def test_a_bad_record_is_named_by_file_and_line_or_skipped_and_counted(tmp_path, line, words):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "fine"}')
+    said = message(path)
+    assert said.startswith(f"{path}:3 ") and words in said and "config.data.on_bad_record='skip'" in said
+    corpus = read(path, on_bad_record="skip")
+    assert corpus.documents == (b"good", b"fine") and corpus.skipped == 1
+
+
+def test_missing_files_and_patterns_without_match_are_named_with_a_way_out(notes):
+    assert "there is no file" in message(notes / "bb.txt") and "did you mean 'b.txt'?" in message(notes / "bb.txt")
+    assert "no file matches" in message(notes / "*.jsonl") and str(notes / "*.jsonl") in message(notes / "*.jsonl")
+    assert "is a folder" in message(notes) and "**/*.txt" in message(notes)
+    assert "did you mean 'shakespeare'" in message("embedded:shakespear")
+    assert "config.data.train is empty" in message()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt.gz", "README"])
+def test_unknown_kinds_of_files_are_refused_even_when_a_glob_matches_them(tmp_path, name):
+    (tmp_path / name).write_text("x")
+    for said in (message(tmp_path / name), message(tmp_path / "*")):
+        assert name in said and "expected .txt (one document) or .jsonl" in said
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path):
+    (tmp_path / "a.txt").write_bytes("naïve".encode("latin1"))
+    assert "is not UTF-8: byte 0xef at offset 2" in message(tmp_path / "a.txt") and "iconv" in message(tmp_path / "a.txt")
+
+
+def test_a_named_file_without_text_is_refused_and_one_in_a_glob_is_left_out(notes):
+    (notes / "empty.txt").write_text("")
+    (notes / "e2.jsonl").write_text("3\n")
+    assert "empty.txt has no text (0 bytes)" in message(notes / "empty.txt")
+    assert "1 bad records skipped" in message(notes / "e2.jsonl", on_bad_record="skip")
+    (notes / "blank.txt").write_text(" \n")
+    corpus = read(notes / "*.txt")
+    assert corpus.documents == (b"first\r\n", b"second") and corpus.blank == 2
+    assert "has no text: 2 files" in message(notes / "[e]*[y].txt", notes / "bl*.txt")
+
+
+def test_a_file_that_cannot_be_read_says_so(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x")
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    assert "cannot be read: Permission denied" in message(tmp_path / "a.txt")
+
+
+def test_the_packaged_text_is_whole_plays_and_about_a_megabyte():
+    (text,) = read("embedded:shakespeare").documents
+    assert len(text) == 1_011_276
+    assert text.startswith(b"A Midsummer Night's Dream\n") and text.endswith(b"two princes, and a queen.\n")
+    assert text.count(b"\n\nACT I\n") == 9
+    folder = EMBEDDED["shakespeare"].parent
+    assert "public domain" in (folder / "README.md").read_text() and "MIT" in (folder / "README.md").read_text()
+    assert "Sean Stewart" in (folder / "LICENSE-shakespeare").read_text()
