@@ -1,0 +1,45 @@
+"""Weights & Biases, when config.log.wandb names a project. The id lies in the run directory: a resume goes on with the run."""
+
+import pathlib
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from partitioning.declaration import DeclarationError
+
+ID_FILE = "wandb_id"
+
+
+class WeightsAndBiases:
+    """A run on the project's page."""
+
+    def __init__(self, directory: pathlib.Path, project: str, run_config: Mapping[str, Any] | None = None):
+        """Starts the run, or goes on with the one whose id lies in `directory`.
+
+        Raises:
+          DeclarationError: the package is missing.
+        """
+        try:
+            import wandb
+        except ImportError:
+            raise DeclarationError(f"config.log.wandb = {project!r} needs a package that is not installed: "
+                                   "pip install 'jaxlm[wandb]', or set config.log.wandb=None.") from None
+        place = directory / ID_FILE
+        run_id = place.read_text("utf-8").strip() if place.is_file() else ""
+        if not run_id:
+            run_id = secrets.token_hex(8)
+            place.write_text(run_id + "\n", "utf-8")
+        self._run = wandb.init(project=project, id=run_id, resume="allow", name=directory.resolve().name, dir=str(directory),
+                               config=dict(run_config or {}))
+        # W&B drops rows whose own step goes back, as it does on a resume from an older checkpoint: ours is the x axis instead.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._run.log({name: value for name, value in row.items() if value is not None})
+
+    def text(self, step: int, sample: str) -> None:
+        self._run.log({"step": step, "sample": sample})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# From nothing to a trained model and a sample of its text: makes .venv, trains the packaged Shakespeare default in
+# runs/quickstart, and generates. Run again, it goes on where it stopped. Arguments are handed to the training command:
+#     bash scripts/quickstart.sh
+#     bash scripts/quickstart.sh --workdir=runs/notes --config.data.train='notes/*.txt'
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+setup_environment
+
+workdir=$root/runs/quickstart
+arguments=()
+while (( $# )); do
+  case $1 in
+    --workdir=*) workdir=${1#*=} ;;
+    --workdir) workdir=${2:?--workdir needs a folder}; shift ;;
+    *) arguments+=("$1") ;;
+  esac
+  shift
+done
+if [[ $PWD == "$root" ]]; then workdir=${workdir#"$root/"}; fi
+
+"$python" -m jaxlm.train --config=shakespeare --workdir="$workdir" ${arguments[@]+"${arguments[@]}"}
+
+echo
+echo "A sample of what it learnt:"
+"$python" -m jaxlm.generate "$workdir" --prompt=$'ROMEO:\n' --max_new_tokens=300 --temperature=0.8 --seed=0
+
+cat <<END
+
+Where everything lies, in $workdir:
+  metrics.jsonl   every logged number, one JSON object a line (the last eval_loss is the figure to compare)
+  tensorboard/    the same as curves
+  checkpoints/    the model, to resume, evaluate and generate from
+  sharding.txt    where every array lies, and why
+  config.json     the configuration, to run again
+More text: $python -m jaxlm.generate $workdir --prompt='To be'
+END
