@@ -109,7 +109,8 @@ def run_loop(job: Job, train_step: Callable, state: Any, feed: Any, *, start: in
         in_flight.append(metrics["loss"])
         if len(in_flight) > IN_FLIGHT:
             jax.block_until_ready(in_flight.popleft())
-        profile.after(step, metrics["loss"])
+        if profile.after(step, lambda: jax.block_until_ready(metrics)):
+            recorder.line(f"step {step}: profiler trace written")
         ends = step == stop_at or stop.reason is not None
         logs = train.log_every > 0 and (step == start + 1 or ends or is_due(step, train.log_every))
         saves = ends or is_due(step, config.checkpoint.every)

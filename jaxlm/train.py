@@ -22,9 +22,9 @@ from partitioning.declaration import DeclarationError
 def main(flags: argparse.Namespace) -> int:
     workdir, config, changes = settle(flags)
     from jaxlm import distributed, xla_flags
-    flag_line = xla_flags.apply()
-    distributed.initialize(config.distributed)
     import jax
+    flag_line = xla_flags.apply(jax.config.jax_platforms)
+    distributed.initialize(config.distributed)
     say = print if jax.process_index() == 0 else (lambda *_: None)
     say(f"run directory: {workdir}")
     for line in changes:
@@ -118,18 +118,17 @@ def train(job: Any, data: Any, workdir: pathlib.Path, start: int, stop_at: int) 
 
     from jaxlm.data import train_batches
     from jaxlm.data.feed import place, rows_of
-    from jaxlm.logs import ProfileWindow, Recorder, drop_rows_after
+    from jaxlm.logs import ProfileWindow, Recorder
     from jaxlm.loop import run_loop
     from jaxlm.signals import StopFlag
-    from partitioning.report import text_report
+    from partitioning import text
     config, is_main = job.config, jax.process_index() == 0
     train_step = in_background(lambda: compile_train_step(job))
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous)
     state = initial_state(job, checkpoints, start)
     if is_main:                                # after the restore: a run that cannot go on is left as it was
         save_config(workdir, config)
-        (workdir / "sharding.txt").write_text(text_report(job.layout) + "\n", "utf-8")
-        drop_rows_after(workdir / "metrics.jsonl", start)
+        (workdir / "sharding.txt").write_text(text(job.layout) + "\n", "utf-8")
     shardings = job.batch_shardings()
     batches = train_batches(data.train, batch_size=config.train.global_batch_size, seed=config.data.seed, start_step=start,
                             rows=rows_of(shardings["inputs"], config.train.global_batch_size))
@@ -137,9 +136,11 @@ def train(job: Any, data: Any, workdir: pathlib.Path, start: int, stop_at: int) 
     sample = make_sample(job, data) if config.train.sample_every else None
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
-        recorder = stack.enter_context(Recorder(workdir, config.log, total_steps=stop_at, is_main=is_main))
+        recorder = stack.enter_context(Recorder(workdir, config.log, total_steps=stop_at, start_step=start,
+                                                is_main=is_main, run_config=to_dict(config)))
         feed = stack.enter_context(place(batches, shardings))
-        profile = stack.enter_context(ProfileWindow(config.log.profile_steps, workdir))
+        profile = ProfileWindow.declared(config.log.profile_steps, workdir / "profile")
+        stack.callback(profile.close)
         stop = stack.enter_context(StopFlag())
         run_loop(job, train_step(), state, feed, start=start, stop_at=stop_at, recorder=recorder, checkpoints=checkpoints,
                  about=lambda step: about(job, data, step), evaluate=evaluate, sample=sample, profile=profile, stop=stop)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.config import Config
-from jaxlm.optimizers import loss_scale, select_finite
+from jaxlm.optimizers import loss_scale
 
 
 def initial_counters(config: Config) -> dict[str, jax.Array]:
@@ -90,16 +90,19 @@ def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any) -> 
             gradients = loss_scale.unscale(gradients, scale)
         loss = loss_sum / jnp.maximum(targets, 1)
         step = counters["step"] + 1
-        new_params, new_slots, facts = optimizer.update(gradients, state["optimizer"], params,
-                                                        step=counters["step"], updates=counters["updates"])
-        finite = jnp.isfinite(loss) & jnp.isfinite(facts["grad_norm"])
-        # Once a run is to be stopped, nothing may change any more: the loop looks only at logged steps.
-        apply = finite & (counters["bad_step"] < 0) if config.stops_on_nonfinite else finite
-        new_params, new_slots = select_finite(apply, (new_params, new_slots), (params, state["optimizer"]))
-        new_counters = dict(counters, step=step, updates=counters["updates"] + apply, skipped=counters["skipped"] + ~apply,
-                            bad_step=jnp.where((counters["bad_step"] < 0) & ~finite, step, counters["bad_step"]))
+
+        def accept(grad_norm):
+            finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+            # Once a run is to be stopped, nothing may change any more: the loop looks only at logged steps.
+            return finite & (counters["bad_step"] < 0) if config.stops_on_nonfinite else finite
+
+        new_params, new_slots, facts = optimizer.update(gradients, state["optimizer"], params, step=counters["step"],
+                                                        updates=counters["updates"], accept=accept)
+        applied = facts.pop("applied")
+        new_counters = dict(counters, step=step, updates=counters["updates"] + applied, skipped=counters["skipped"] + ~applied,
+                            bad_step=jnp.where((counters["bad_step"] < 0) & ~applied, step, counters["bad_step"]))
         if config.precision.scales_loss:
-            adjusted = loss_scale.adjust({"scale": scale, "good_steps": counters["good_steps"]}, finite, config.precision)
+            adjusted = loss_scale.adjust({"scale": scale, "good_steps": counters["good_steps"]}, applied, config.precision)
             new_counters |= {"loss_scale": adjusted["scale"], "good_steps": adjusted["good_steps"]}
         metrics = {"loss": loss, "targets": targets, **facts, **{k: new_counters[k] for k in new_counters if k != "updates"}}
         return {"params": new_params, "optimizer": new_slots, "counters": new_counters}, metrics
