@@ -75,7 +75,8 @@ def test_windowed_layers_count_by_the_pattern():
 @pytest.mark.parametrize("kind, dtype, expected", [
     ("NVIDIA H200", "bfloat16", 989e12), ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12), ("NVIDIA H100 PCIe", "float16", 756e12),
     ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12), ("NVIDIA A100-SXM4-40GB", "float32", 156e12),
-    ("NVIDIA L4", "bfloat16", 121e12), ("NVIDIA L40S", "bfloat16", 362e12), ("Tesla V100-SXM2-16GB", "bfloat16", None), ("TPU v5 lite", "bfloat16", 197e12),
+    ("NVIDIA L4", "bfloat16", 121e12), ("NVIDIA L40S", "bfloat16", 362e12),
+    ("Tesla V100-SXM2-16GB", "bfloat16", None), ("TPU v5 lite", "bfloat16", 197e12),
     ("TPU v5", "bfloat16", 459e12), ("TPU v6 lite", "bfloat16", 918e12), ("NVIDIA GB200", "bfloat16", 2500e12),
     ("cpu", "float32", None), ("NVIDIA of the future", "bfloat16", None)])
 def test_the_peak_is_the_vendors_dense_figure_for_the_device_and_none_if_unknown(kind, dtype, expected):
