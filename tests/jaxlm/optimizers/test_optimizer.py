@@ -109,17 +109,16 @@ def test_muon_orthogonalises_each_layers_matrix_on_its_own_and_gives_the_rest_to
     tree = small_model.specs()
     config = declare("muon", clip_norm=None)
     found, slots, _ = train(config, tree)
-    sides = {path: matrix_sides(spec) for path, spec in flatten(tree).items()}
-    matrices = {path for path, both in sides.items() if both}
-    names = ("attention/query", "attention/key", "attention/output", "mlp/up", "mlp/down")
-    assert matrices == {f"layers/{name}/kernel" for name in names}
+    fan_in = {"layers/attention/query/kernel": small_model.EMBED, "layers/attention/key/kernel": small_model.EMBED,
+              "layers/attention/output/kernel": small_model.HEADS * small_model.HEAD_DIM,
+              "layers/mlp/up/kernel": small_model.EMBED, "layers/mlp/down/kernel": small_model.MLP}
 
     def as_matrices(flat):                        # {path@layer: [fan in, fan out]}
-        return {f"{p}@{i}": x[i].reshape(np.prod([x.shape[d] for d in sides[p][0]]), -1)
-                for p, x in flat.items() if p in matrices for i in range(x.shape[0])}
+        return {f"{p}@{i}": np.asarray(flat[p])[i].reshape(rows, -1)
+                for p, rows in fan_in.items() for i in range(small_model.LAYERS)}
 
     def others(flat):
-        return {p: x for p, x in flat.items() if p not in matrices}
+        return {p: x for p, x in flat.items() if p not in fan_in}
 
     start, steps = flatten(small_model.arrays(tree, 0)), [flatten(gradients(tree, n)) for n in range(STEPS)]
     rate = make_schedule(config, STEPS)
@@ -128,7 +127,8 @@ def test_muon_orthogonalises_each_layers_matrix_on_its_own_and_gives_the_rest_to
     assert distance(as_matrices(flatten(found)), expected) < 1e-6
     expected = train_plain(plain(declare("adamw", clip_norm=1e9)), others(start), [others(g) for g in steps])
     assert distance(others(flatten(found)), expected) < 1e-6
-    assert set(flatten(slots["momentum"])) == matrices and set(flatten(slots["mu"])) == set(sides) - matrices
+    assert set(flatten(slots["momentum"])) == set(fan_in)
+    assert set(flatten(slots["mu"])) == set(flatten(slots["nu"])) == set(flatten(tree)) - set(fan_in)
 
 
 def test_muons_step_is_an_orthogonal_matrix_of_root_mean_square_0_2_times_the_rate():
