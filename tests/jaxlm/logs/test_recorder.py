@@ -62,13 +62,13 @@ def test_only_the_main_process_writes(tmp_path, capsys):
 
 
 def test_a_resume_drops_the_rows_that_will_come_again_and_tells_tensorboard(tmp_path):
-    for start, steps in ((0, (1, 2, 3)), (2, (3, 4)), (0, (1,))):
+    for start, steps in ((0, (0, 1, 2, 3)), (2, (3, 4)), (0, (1,))):
         with Recorder(tmp_path, LogConfig(), total_steps=9, start_step=start, console=False) as recorder:
             for step in steps:
                 recorder.row({"step": step, "start": start})
         if start == 2:
             rows = read_rows(tmp_path / "metrics.jsonl")
-            assert [(row["step"], row["start"]) for row in rows] == [(1, 0), (2, 0), (3, 2), (4, 2)]
+            assert [(row["step"], row["start"]) for row in rows] == [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2)]
             assert (3, "session", 1) in set(events(tmp_path / "tensorboard"))
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]       # a fresh start in an old folder
     assert len(list((tmp_path / "tensorboard").iterdir())) == 3                        # within a second: none is overwritten
