@@ -36,18 +36,20 @@ def to_json(layout: Layout) -> dict[str, Any]:
 
 def text(layout: Layout) -> str:
     """The report as aligned text."""
-    lines = [mesh_line(layout)]
+    lines, parameters = [mesh_line(layout)], [_place(row) for row in layout.rows if row.kind == "params"]
     for kind, heading in HEADINGS.items():
         rows = [row for row in layout.rows if row.kind == kind]
         if not rows:
+            continue
+        if kind == "gradients" and [_place(row) for row in rows] == parameters:
+            lines += ["", heading, "  each as its parameter", _total(rows)]
             continue
         table = [("path", "shape", "dtype", "dims", "spec", "bytes", "per device", "rule")]
         table += [(row.path, "x".join(map(str, row.shape)) or "scalar", row.dtype, _tuple(row.dims), spec_words(row.spec),
                    size_words(row.bytes), size_words(row.bytes_per_device), row.rule) for row in rows]
         lines += ["", heading, *_align(table, right=(5, 6))]
         if kind in STATE:
-            whole, share = sum(row.bytes for row in rows), sum(row.bytes_per_device for row in rows)
-            lines.append(f"  total: {size_words(whole)}, per device {size_words(share)} ({share:,} bytes)")
+            lines.append(_total(rows))
     if layout.notes:
         lines += ["", "notes", *(f"  {note}" for note in layout.notes)]
     return "\n".join(lines) + "\n"
@@ -72,6 +74,15 @@ def size_words(number: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{number} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row.path, row.shape, row.dtype, row.spec, row.rule
+
+
+def _total(rows: Sequence[Row]) -> str:
+    whole, share = sum(row.bytes for row in rows), sum(row.bytes_per_device for row in rows)
+    return f"  total: {size_words(whole)}, per device {size_words(share)} ({share:,} bytes)"
 
 
 def _tuple(words: Any) -> str:

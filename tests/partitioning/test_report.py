@@ -44,6 +44,13 @@ def test_text_is_aligned_and_names_mesh_arrays_rules_totals_and_notes():
     assert not any(line != line.rstrip() for line in lines)
 
 
+def test_text_lists_gradients_one_by_one_only_where_they_differ_from_the_parameters():
+    assert "each as its parameter" in text(LAYOUT)
+    differ = resolve(LAYOUT.sizes, ShardingConfig(zero=2), PARAMS)
+    assert "each as its parameter" not in text(differ)
+    assert text(differ).count("embed/embedding") > text(LAYOUT).count(" embed/embedding")
+
+
 def test_sizes_are_written_with_binary_units():
     assert [size_words(n) for n in (0, 1023, 1536, 3 * 2 ** 30)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
 

@@ -1,0 +1,61 @@
+"""`python -m jaxlm.explain` answers from shapes alone, for any number of devices."""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxlm import explain
+from jaxlm.commandline import load_config, shipped_configs
+from jaxlm.job import build_job
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def explained(capsys, *overrides, config="shakespeare", devices=8, as_json=True):
+    explain.main(argparse.Namespace(config=config, overrides=list(overrides), simulate_devices=devices, json=as_json))
+    shown = capsys.readouterr().out
+    return json.loads(shown) if as_json else shown
+
+
+def command(*arguments):
+    return subprocess.run([sys.executable, "-m", "jaxlm.explain", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_configuration_resolves_on_eight_devices(name, capsys):
+    report = explained(capsys, config=name)
+    specs = {(row["kind"], row["path"]): row["spec"] for row in report["arrays"]}
+    assert ("params", "layers/mlp/up/kernel") in specs and ("activations", "logits") in specs
+    assert report["totals"]["params"]["bytes"] == sum(row["bytes"] for row in report["arrays"] if row["kind"] == "params")
+
+
+def test_llama3_70b_is_split_over_all_of_512_devices(capsys):
+    totals = explained(capsys, config="llama3_70b", devices=512)["totals"]
+    for kind in ("params", "gradients", "optimizer"):
+        assert totals[kind]["bytes_per_device"] < totals[kind]["bytes"] / 512 * 1.001
+    assert totals["params"]["bytes"] == 70_553_706_496 * 4
+
+
+def test_the_report_is_of_the_layout_that_training_uses(capsys):
+    overrides = (("mesh.tensor", "2"), ("sharding.zero", "1"), ("mesh.fsdp", "2"))
+    layout = build_job(load_config("shakespeare", overrides), 8).layout
+    report = explained(capsys, *overrides)
+    assert report["mesh"] == dict(layout.sizes) and len(report["arrays"]) == len(layout.rows)
+    assert [row["rule"] for row in report["arrays"]] == [row.rule for row in layout.rows]
+
+
+def test_the_command_prints_text_and_starts_no_devices():
+    done = command("--config=shakespeare", "--simulate_devices=4096", "--config.train.global_batch_size=4096")
+    assert done.returncode == 0 and done.stdout.startswith("4096 devices: data=4096\n"), done.stderr
+    assert "ZeRO 3 over fsdp shards nothing" in done.stdout
+
+
+def test_mistakes_are_exit_2_with_one_message():
+    done = command("--config=shakespeare", "--simulate_devices=3")
+    assert done.returncode == 2 and done.stderr.startswith("error: activation tokens: its dim batch has size") and not done.stdout
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+    assert command().returncode == 2
