@@ -21,6 +21,14 @@ if [[ $PWD == "$root" ]]; then workdir=${workdir#"$root/"}; fi
 
 "$python" -m jaxlm.train --config=shakespeare --workdir="$workdir" ${arguments[@]+"${arguments[@]}"}
 
+"$python" - "$workdir/metrics.jsonl" <<'END'
+import sys
+from jaxlm.logs import read_rows
+rows = [row for row in read_rows(sys.argv[1]) if row.get("eval_loss") is not None]
+if rows:
+    print(f"\nLoss on the held-out text at step {rows[-1]['step']}: {rows[-1]['eval_loss']:.4f} nats per token (of bytes: per byte)")
+END
+
 echo
 echo "A sample of what it learnt:"
 "$python" -m jaxlm.generate "$workdir" --prompt=$'ROMEO:\n' --max_new_tokens=300 --temperature=0.8 --seed=0
@@ -28,10 +36,10 @@ echo "A sample of what it learnt:"
 cat <<END
 
 Where everything lies, in $workdir:
-  metrics.jsonl   every logged number, one JSON object a line (the last eval_loss is the figure to compare)
+  metrics.jsonl   every logged number, one JSON object a line (docs/logging.md says which)
   tensorboard/    the same as curves
   checkpoints/    the model, to resume, evaluate and generate from
   sharding.txt    where every array lies, and why
   config.json     the configuration, to run again
-More text: $python -m jaxlm.generate $workdir --prompt='To be'
+More text: $(printf '%q ' "$python" -m jaxlm.generate "$workdir")--prompt='To be'
 END

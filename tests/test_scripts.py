@@ -143,15 +143,18 @@ def test_quickstart_hands_its_arguments_on_and_generates_from_the_same_run(tmp_p
     root, log = tmp_path / "house", tmp_path / "log"
     (root / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "quickstart.sh", root / "scripts")
-    executable(root / "python", f'printf "%s|" "$@" >>"{log}"; echo >>"{log}"')
+    executable(root / "python", f'[[ $1 == - ]] && exec "{sys.executable}" "$@"; printf "%s|" "$@" >>"{log}"; echo >>"{log}"')
     executable(root / "scripts" / "setup.sh", f'root="{root}"; python="{root}/python"; setup_environment() {{ :; }}')
+    (tmp_path / "runs" / "b c").mkdir(parents=True)
+    (tmp_path / "runs" / "b c" / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 3.0}\n{"step": 2, "eval_loss": 2.5}\n')
     run = ["bash", root / "scripts" / "quickstart.sh"]
     done = subprocess.run([*run, "--workdir=runs/b c", "--config.train.steps=2"], cwd=tmp_path, capture_output=True, text=True,
-                          env=dict(os.environ))
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
+    assert "at step 2: 2.5000 nats" in done.stdout
     train, generate = log.read_text().replace("ROMEO:\n", "ROMEO:").splitlines()
     assert train == "-m|jaxlm.train|--config=shakespeare|--workdir=runs/b c|--config.train.steps=2|"
     assert generate.startswith("-m|jaxlm.generate|runs/b c|--prompt=ROMEO:")
     assert "runs/b c" in done.stdout
-    subprocess.run(run, cwd=root, check=True, capture_output=True)
+    subprocess.run(run, cwd=root, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert "|--workdir=runs/quickstart|" in log.read_text()
