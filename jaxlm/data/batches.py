@@ -1,13 +1,14 @@
 """Batches in an order that is a pure function of (seed, step).
 
-Row r of step s is example number s B + r of an endless sequence of epochs; each epoch permutes all examples and shifts their borders, both
-from a key of (seed, epoch). A process asks for the rows that it needs, so the global batch is the same for every number of processes
-and every mesh, and a resumed run starts at its step without replay.
+Row r of step s is example number s B + r of an endless sequence of epochs; each epoch permutes all examples and shifts their
+borders, both from a key of (seed, epoch). A process asks for the rows that it needs, so the global batch is the same for every
+number of processes and every mesh, and a resumed run starts at its step without replay.
 
-Grain drives it: a `MapDataset` over steps, whose map assembles a step's rows in one gather, read ahead by Grain's threads. Grain's element
-is the batch rather than the example, which keeps Python's cost per example out of the way of the training loop.
+Grain drives it: a `MapDataset` over steps, whose map assembles a step's rows in one gather, read ahead by Grain's threads.
+Grain's element is the batch rather than the example, which keeps Python's cost per example out of the training loop's way.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 from jaxlm.data.examples import Examples
 from jaxlm.data.order import key, permute
 
-ENDLESS = 2 ** 60
+ENDLESS = 2 ** 48                              # steps
+BLOCK = 64                                     # steps whose order is computed together, as cheaply as one step's
 
 
 class Batches:
@@ -71,15 +73,21 @@ def train_batches(examples: Examples, *, batch_size: int, seed: int, start_step:
       prefetch: batches read ahead (0: read when asked).
 
     Returns:
-      An iterator of dicts: inputs, targets int32 [n, L], mask bool [n, L], example int32 [n] (the row's number in the global batch).
+      An iterator of dicts: inputs, targets int32 [n, L], mask bool [n, L], example int32 [n] (the row's number in the batch).
     """
     chosen = _check_rows(rows, batch_size)
 
-    def assemble(step: int) -> dict[str, np.ndarray]:
-        epochs, positions = np.divmod(step * batch_size + chosen, len(examples))
+    @functools.lru_cache(maxsize=2)
+    def order_of(block: int) -> tuple[np.ndarray, np.ndarray]:
+        numbers = (block * BLOCK + np.arange(BLOCK))[:, None] * batch_size + chosen
+        epochs, positions = np.divmod(numbers.reshape(-1), len(examples))
         indices = permute(positions, len(examples), key(seed, epochs, "order"))
-        shift = (key(seed, epochs, "shift") % np.uint64(examples.targets)).astype(np.int64)
-        return {**examples.gather(indices, shift), "example": chosen.astype(np.int32)}
+        shifts = key(seed, epochs, "shift") % np.uint64(examples.targets)
+        return indices.reshape(numbers.shape), shifts.astype(np.int64).reshape(numbers.shape)
+
+    def assemble(step: int) -> dict[str, np.ndarray]:
+        indices, shifts = order_of(step // BLOCK)
+        return {**examples.gather(indices[step % BLOCK], shifts[step % BLOCK]), "example": chosen.astype(np.int32)}
 
     return Batches(assemble, start=start_step, stop=ENDLESS, batch_size=batch_size, rows=chosen, prefetch=prefetch)
 

@@ -1,11 +1,11 @@
 """From a declaration to training and evaluation examples.
 
-The corpus is its documents in order. Without text of its own, evaluation gets the last `eval_fraction` of the corpus's bytes: a cut at a
-character border, which may fall inside a document. The evaluation text is tokenized by itself, and all of its tokens are scored, the first
-one given the last token of the training text.
+The corpus is its documents in order. Without text of its own, evaluation gets the last `eval_fraction` of the corpus's bytes:
+a cut at a character border, which may fall inside a document. The evaluation text is tokenized by itself, and all of its tokens
+are scored, the first one given the last token of the training text.
 
-Where there are several documents and config.data.eos is true, the end token stands between them, and a model learns where texts end. It
-stands neither in a corpus of one document nor at a cut.
+Where there are several documents and config.data.eos is true, the end token stands between them, and a model learns where texts
+end. It stands neither in a corpus of one document nor at a cut.
 """
 
 import dataclasses
@@ -162,8 +162,8 @@ def _check_length(stream: np.ndarray, documents: Sequence[bytes], config: DataCo
         return
     kept = f", without the last {held_out:.4g} held out for evaluation," if held_out else ""
     way_out = f"set config.data.sequence_length to at most {len(stream) - 1}, or " if len(stream) > 1 else ""
-    raise DeclarationError(f"config.data.sequence_length = {config.sequence_length} is longer than the training text: {files} files"
-                           f"{kept} give {len(stream)} tokens ({_size(documents)} bytes), and one example needs "
+    raise DeclarationError(f"config.data.sequence_length = {config.sequence_length} is longer than the training text: {files} "
+                           f"files{kept} give {len(stream)} tokens ({_size(documents)} bytes), and one example needs "
                            f"{config.sequence_length + 1}; {way_out}name more text in config.data.train.")
 
 

@@ -1,13 +1,13 @@
 """Examples of a fixed length, cut from one stream of tokens.
 
-Concatenate and split: example i has the inputs t[iL : iL+L] and the targets t[iL+1 : iL+L+1]. Every token is a target exactly once;
-the last example is shorter than L when L does not divide the number of targets, and its mask says so (never a token value).
+Concatenate and split: example i has the inputs t[iL : iL+L] and the targets t[iL+1 : iL+L+1]. Every token is a target exactly
+once; the last example is shorter than L when L does not divide the number of targets, and its mask says so (never a token value).
 
 Training text is a ring, evaluation text a line:
 
-- In a **ring** the token after the last one is the first one. The borders between examples can then start anywhere, `shift`, and each epoch
-  of training starts elsewhere, so that no token has to sit behind the same border in every epoch. The price is one border per epoch
-  where the end of the text is the context of its beginning.
+- In a **ring** the token after the last one is the first one. The borders between examples can then start anywhere, `shift`, and
+  each epoch of training starts elsewhere, so that no token has to sit behind the same border in every epoch. The price is one
+  border per epoch where the end of the text is the context of its beginning.
 - A **line** starts with a context token that is not itself a target, so that the first token can be scored too.
 """
 

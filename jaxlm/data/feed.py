@@ -1,7 +1,8 @@
 """Batches on devices before they are needed.
 
-A thread takes batches from an iterator, makes each a set of global arrays (every process contributes the rows that its devices hold)
-and keeps a few of them waiting, so that a training step never waits for the host. How long it did wait is counted, for the logs.
+A thread takes batches from an iterator, makes each a set of global arrays (every process contributes the rows that its devices
+hold) and keeps a few of them waiting, so that a training step never waits for the host. How long it did wait is counted, for the
+logs.
 """
 
 import queue

@@ -1,13 +1,16 @@
 """The order of examples: a keyed permutation that is computed, not stored.
 
-Position p of epoch e holds example `permute(p, n, key(seed, e))`, so any process finds any step's examples from (seed, step) alone:
-no state, no replay, no memory, whatever the number of examples.
+Position p of epoch e holds example `permute(p, n, key(seed, e))`, so any process finds any step's examples from (seed, step)
+alone: no state, no replay, no memory, whatever the number of examples.
 
 The permutation is an alternating Feistel network over the smallest power of two that holds n (Luby and Rackoff 1988, "How to
-construct pseudorandom permutations from pseudorandom functions"), walked in cycles until it lands below n (Black and Rogaway 2002,
-"Ciphers with arbitrary finite domains"). Its round function is the finaliser of splitmix64 (Steele, Lea and Flood 2014). It is
-spelt out here rather than borrowed because an order must stay the same for as long as checkpoints live, and because it must be a
-real permutation: library shuffles with few, weak rounds correlate neighbours and epochs at some sizes (65,536 is one).
+construct pseudorandom permutations from pseudorandom functions"), walked in cycles until it lands below n (Black and Rogaway
+2002, "Ciphers with arbitrary finite domains"). Its round function is the finaliser of splitmix64 (Steele, Lea and Flood 2014,
+"Fast splittable pseudorandom number generators").
+
+It is spelt out here rather than borrowed, because an order must stay the same for as long as checkpoints live, and because it
+must be a real permutation: Grain 0.2's shuffle (four rounds of a lighter network) correlates neighbours and epochs at some sizes,
+65,536 examples among them.
 """
 
 import functools

@@ -27,12 +27,14 @@ def same(one, other):
 
 
 @hypothesis.settings(max_examples=30, deadline=None)
-@hypothesis.given(st.integers(5, 60), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2 ** 40), st.integers(0, 6), st.data())
+@hypothesis.given(st.integers(5, 60), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2 ** 40), st.integers(0, 70),
+                  st.data())
 def test_any_rows_from_any_start_are_rows_of_the_one_order(size, length, batch_size, seed, start, data):
     examples = ring(size, length)
     whole = take(start + 3, examples, batch_size=batch_size, seed=seed, prefetch=0)
     cuts = sorted(data.draw(st.sets(st.integers(1, batch_size), max_size=3)) | {0, batch_size})
-    parts = [take(3, examples, batch_size=batch_size, seed=seed, start_step=start, rows=range(a, b), prefetch=data.draw(st.sampled_from([0, 2])))
+    parts = [take(3, examples, batch_size=batch_size, seed=seed, start_step=start, rows=range(a, b),
+                  prefetch=data.draw(st.sampled_from([0, 2])))
              for a, b in itertools.pairwise(cuts)]
     for step, pieces in enumerate(zip(*parts)):
         joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
@@ -57,7 +59,7 @@ def test_epochs_and_seeds_differ_in_order_and_in_borders():
     epochs = [take(1, examples, batch_size=100, seed=seed, start_step=epoch)[0]["inputs"][:, 0]
               for seed, epoch in itertools.product(range(3), range(3))]
     for one, other in itertools.combinations(epochs, 2):
-        assert not np.array_equal(one, other)
+        assert not np.array_equal(np.diff(one) % 1000, np.diff(other) % 1000), "the order differs by more than the borders"
     assert len({int(first[0]) % 10 for first in epochs}) > 2, "the borders move"
     assert all(len(set(first % 10)) == 1 for first in epochs), "within an epoch they do not"
 
@@ -77,8 +79,10 @@ def test_rows_outside_the_batch_are_refused():
 
 def test_a_start_far_along_costs_no_replay():
     examples = ring(100, 8)
-    far = 2 ** 50
-    assert same(take(2, examples, batch_size=4, seed=0, start_step=far)[1], take(1, examples, batch_size=4, seed=0, start_step=far + 1)[0])
+    far = 2 ** 40
+    one = take(2, examples, batch_size=4, seed=0, start_step=far)[1]
+    other = take(1, examples, batch_size=4, seed=0, start_step=far + 1)[0]
+    assert same(one, other)
 
 
 @hypothesis.settings(max_examples=30, deadline=None)

@@ -99,10 +99,18 @@ def test_no_more_than_depth_batches_are_made_ahead():
         assert enough.wait(30)
 
 
-def test_closing_stops_the_thread_and_the_batches_whether_or_not_any_were_taken():
+def wait_until_full(feed, depth=2):
+    """The feed's thread has nothing to do until a batch is taken."""
+    end = time.monotonic() + 30
+    while feed._ready.qsize() < depth and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_closing_stops_the_thread_and_the_batches():
     source = Source(ones)
     feed = place(source, shardings())
     thread = feed._thread
+    wait_until_full(feed)
     feed.close()
     feed.close()
     assert not thread.is_alive() and source.closed
@@ -113,6 +121,7 @@ def test_closing_stops_the_thread_and_the_batches_whether_or_not_any_were_taken(
 def test_dropping_the_feed_is_enough_to_stop_it():
     feed = place(Source(ones), shardings())
     thread, gone = feed._thread, weakref.ref(feed)
+    wait_until_full(feed)
     del feed
     gc.collect()
     assert gone() is None and not thread.is_alive()

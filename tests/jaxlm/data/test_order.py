@@ -47,7 +47,8 @@ def test_neighbours_and_epochs_are_uncorrelated(size):
     epochs = [order(size, epoch=e).astype(float) for e in range(31)]
     def z(pairs):
         return np.array([np.corrcoef(a, b)[0, 1] for a, b in pairs]) * size ** 0.5
-    for scores in (z([(p[:-1], p[1:]) for p in epochs[:30]]), z(zip(epochs, epochs[1:])), z([(p, np.arange(size)) for p in epochs[:30]])):
+    neighbours, places = [(p[:-1], p[1:]) for p in epochs[:30]], [(p, np.arange(size)) for p in epochs[:30]]
+    for scores in (z(neighbours), z(zip(epochs, epochs[1:])), z(places)):
         assert abs(scores.mean()) * 30 ** 0.5 < 5 and np.abs(scores).max() < 5.5
     steps = np.concatenate([np.diff(p) % size for p in epochs])
     counts = np.histogram(steps, bins=20, range=(1, size))[0]

@@ -118,8 +118,9 @@ def test_a_folder_stands_for_its_tokenizer_json_and_the_hash_follows_the_content
     assert one.sha256 == other.sha256 != load_tokenizer("bytes").sha256
 
 
-@pytest.mark.parametrize("content, words", [(None, "neither 'bytes' nor a tokenizer.json"), ("{}", "is no Hugging Face tokenizer.json"),
-                                            ("hello", "is no Hugging Face tokenizer.json")])
+@pytest.mark.parametrize("content, words", [
+    (None, "neither 'bytes' nor a tokenizer.json"), ("{}", "is no Hugging Face tokenizer.json"),
+    ("hello", "is no Hugging Face tokenizer.json")])
 def test_what_is_no_tokenizer_is_refused(tmp_path, content, words):
     path = tmp_path / "t.json"
     if content is not None:
