@@ -1,0 +1,71 @@
+"""Loss curves of a configuration on some of the devices, through the real job, step and data."""
+
+import jax
+import numpy as np
+
+from jaxlm.config import Config, to_config
+from jaxlm.data import open_data, train_batches
+from jaxlm.data.feed import place, rows_of
+from jaxlm.job import build_job
+from jaxlm.train import compile_train_step
+from tests.system import tiny
+
+
+def config_of(**leaves) -> Config:
+    """The tiny configuration with leaves such as `train__steps=3` replaced."""
+    config = tiny.get_config()
+    for key, value in leaves.items():
+        section, name = key.split("__")
+        config[section][name] = value
+    return to_config(config)
+
+
+def uneven(batch: dict, step: int) -> dict:
+    """The batch with targets masked off, more in later rows, so that shards and microbatches hold different numbers."""
+    rng = np.random.default_rng(step)
+    share = np.linspace(0.0, 0.8, batch["mask"].shape[0])[:, None]
+    return {**batch, "mask": batch["mask"] & (rng.random(batch["mask"].shape) >= share)}
+
+
+class Uneven:
+    """Batches with `uneven` masks, for a feed."""
+
+    def __init__(self, batches):
+        self.batches, self.rows, self.batch_size, self.step = batches, batches.rows, batches.batch_size, 0
+
+    def __next__(self):
+        self.step += 1
+        return uneven(next(self.batches), self.step)
+
+    def close(self):
+        self.batches.close()
+
+
+def curve(config: Config, num_devices: int, steps: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    """(loss, gradient norm) of each step, float64 [steps]."""
+    job = build_job(config, num_devices).on_devices(jax.devices()[:num_devices])
+    train_step = compile_train_step(job)
+    state = jax.jit(job.initial_state, out_shardings=job.shardings())(jax.random.key(config.train.seed))
+    data = open_data(config.data, config.model.vocab_size)
+    shardings = job.batch_shardings()
+    size = config.train.global_batch_size
+    batches = train_batches(data.train, batch_size=size, seed=0, rows=rows_of(shardings["inputs"], size))
+    rows = []
+    with place(Uneven(batches), shardings) as feed:
+        for _ in range(steps):
+            state, metrics = train_step(state, next(feed))
+            rows.append((metrics["loss"], metrics["grad_norm"]))
+    loss, norm = np.array(jax.device_get(rows), np.float64).T
+    return loss, norm
+
+
+def compare(ours, reference) -> dict[str, float]:
+    """How far a curve is from another: largest and mean difference of the loss, largest relative difference of the norm."""
+    difference = ours[0] - reference[0]
+    return {"loss": float(np.abs(difference).max()), "mean": float(abs(difference.mean())),
+            "norm": float(np.abs(ours[1] / reference[1] - 1).max())}
+
+
+def is_equal(figures: dict[str, float]) -> bool:
+    """The bounds of one equivalence class in float32."""
+    return figures["loss"] <= 1e-5 and figures["mean"] <= 1e-6 and figures["norm"] <= 1e-4
