@@ -2,8 +2,9 @@
 
 Shape and peak learning rate are of Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3
 (32 layers, width 4,096, 14,336 in the MLP, 32 heads over 8 key and value heads, RoPE base 500,000, rate 3e-4); the
-vocabulary of 128,256 and the epsilon of 1e-5 are of the released weights. A step has 4 million tokens of 8,192-token
-sequences, as the first stage of that paper's section 3.4.1; the number of steps is the user's to choose.
+vocabulary of 128,256 and the epsilon of 1e-5 are of the released weights. A step has 4 million tokens, the first
+batch size of that paper's section 3.4.1, in sequences of 8,192, the length of the later ones; the number of steps is the
+user's to choose.
 
 Text and tokenizer are the packaged ones until `data.train` and `data.tokenizer` say otherwise.
 """

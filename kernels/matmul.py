@@ -18,7 +18,7 @@ def einsum_float32(pattern: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return _einsum(pattern, a, b)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _einsum(pattern, a, b):
     return jnp.einsum(pattern, a, b, preferred_element_type=jnp.float32)
 
