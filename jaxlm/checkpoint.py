@@ -7,6 +7,7 @@ The arrays have the model's own names and shapes (layers stacked, scanned or not
 library or the module library shows, and any mesh reads any other's.
 """
 
+import contextlib
 import errno
 import json
 import pathlib
@@ -79,11 +80,9 @@ class Checkpoints:
         if mismatch:
             raise DeclarationError(f"{self.directory / str(step)} does not hold this model's state:\n  " + "\n  ".join(mismatch[:8])
                                    + (f"\n  and {len(mismatch) - 8} more" if len(mismatch) > 8 else ""))
-        try:
+        with self._reading(step):
             return self._manager.restore(step, args=self._ocp.args.Composite(
                 state=self._ocp.args.StandardRestore(abstract, strict=True))).state
-        except (OSError, ValueError, KeyError) as error:
-            raise RunError(f"{self.directory / str(step)} cannot be read: {error}") from error
 
     def restore_params(self, step: int, abstract_params: Any) -> Any:
         """Reads the parameters alone, leaving the rest of the checkpoint on disk."""
@@ -93,22 +92,31 @@ class Checkpoints:
             raise DeclarationError(f"{self.directory / str(step)} does not hold this model's parameters:\n  " + "\n  ".join(mismatch[:8]))
         ocp = self._ocp
         restore_args = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), tree)
-        with ocp.PyTreeCheckpointer() as reader:
+        with self._reading(step), ocp.PyTreeCheckpointer() as reader:
             return reader.restore(self.directory / str(step) / "state", args=ocp.args.PyTreeRestore(
                 item=tree, restore_args=restore_args, partial_restore=True))["params"]
 
     def about(self, step: int) -> dict[str, Any]:
         """What is written beside the arrays of a step."""
-        path = self.directory / str(step) / "about" / "metadata"
-        try:
-            return json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunError(f"{path} cannot be read: {error}") from error
+        with self._reading(step):
+            return json.loads((self.directory / str(step) / "about" / "metadata").read_text("utf-8"))
 
     def shapes(self, step: int) -> dict[str, tuple]:
         """Path to (shape, dtype) of every array of a step, as stored."""
-        found = self._manager.item_metadata(step)["state"]
+        with self._reading(step):
+            found = self._manager.item_metadata(step)["state"]
         return {_path(keys): (tuple(leaf.shape), str(leaf.dtype)) for keys, leaf in jax.tree_util.tree_leaves_with_path(found)}
+
+    @contextlib.contextmanager
+    def _reading(self, step: int):
+        """Turns what the libraries below say of an unreadable checkpoint into one message."""
+        try:
+            yield
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).partition(" [tensorstore_spec")[0]
+            raise RunError(f"{self.directory / str(step)} cannot be read: {reason}. Nothing was changed. To go on from an older "
+                           "checkpoint, move this one away; other checkpoints here: "
+                           f"{', '.join(str(s) for s in self.steps() if s != step) or 'none'}.") from error
 
     def _mismatch(self, step: int, abstract: Any) -> list[str]:
         """A line for each array that is missing, has another shape, or (for a whole state) is there and unasked for."""

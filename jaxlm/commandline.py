@@ -8,12 +8,13 @@ A command is a function of its parsed flags; `run` gives it those flags and turn
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from jaxlm.config import Config, default_config, to_config
+from jaxlm.config import Config, to_config
 from partitioning.declaration import DeclarationError, annotation_of, keys, nearest, parse
 
 COMMANDS = {
@@ -63,6 +64,14 @@ def load_config(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Confi
             place = place[name]
         place[names[-1]] = value
     return to_config(values)
+
+
+def configured(source: str | None, overrides: Sequence[tuple[str, str]]) -> Config:
+    """`load_config` of a command's --config, which must have been given."""
+    if source is None:
+        raise DeclarationError("which configuration? Pass --config=NAME or --config=FILE.py; shipped names: "
+                               + ", ".join(shipped_configs()) + ".")
+    return load_config(source, overrides)
 
 
 def _read_config(source: str):
@@ -159,6 +168,7 @@ def run(main: Callable[[argparse.Namespace], int | None], arguments: argparse.Ar
         argv: Sequence[str] | None = None) -> int:
     """Parses the flags, calls `main` with them (`flags.overrides` holds the --config.* pairs) and returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    logging.getLogger("absl").setLevel(logging.ERROR)   # Orbax warns about its own options; what matters is raised
     try:
         if "--config.help" in argv:
             print(config_help())

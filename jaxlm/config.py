@@ -19,7 +19,6 @@ POSITIONS = ("rope", "learned", "none")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 DTYPES = ("float32", "bfloat16", "float16")
-REMAT_POLICIES = ("none", "full", "dots")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,7 @@ class OptimizerConfig:
     name: str = leaf("adamw", "optimizer", choices=OPTIMIZERS)
     learning_rate: float = leaf(1e-3, "peak learning rate", at_least=0)
     schedule: str = leaf("cosine", "learning rate over the steps, after warm-up", choices=SCHEDULES)
-    warmup_steps: int = leaf(0, "steps over which the rate rises linearly from 0", at_least=0)
+    warmup_steps: int = leaf(0, "steps over which the rate rises linearly to its peak", at_least=0)
     decay_steps: int | None = leaf(None, "wsd: steps of the final linear decay (None: a fifth of train.steps)", at_least=0)
     final_fraction: float = leaf(0.1, "share of the peak rate left at the last step", at_least=0, at_most=1)
     weight_decay: float = leaf(0.1, "decoupled weight decay, times the learning rate", at_least=0)
@@ -236,8 +235,6 @@ def _check(config: Config) -> None:
     if train.global_batch_size % train.gradient_accumulation:
         raise DeclarationError(f"config.train.global_batch_size = {train.global_batch_size} is not a multiple of "
                                f"gradient_accumulation = {train.gradient_accumulation}.")
-    if len(train.remat) > 1 and set(train.remat) & set(REMAT_POLICIES):
-        raise DeclarationError(f"config.train.remat = {train.remat!r}; 'none', 'full' and 'dots' stand alone.")
     if config.optimizer.warmup_steps > train.steps:
         raise DeclarationError(f"config.optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds train.steps = {train.steps}.")
     if len(config.log.profile_steps) not in (0, 2):

@@ -15,7 +15,7 @@ def main(flags: argparse.Namespace) -> None:
     from jaxlm.data import open_data
     from jaxlm.evaluation import make_evaluate
     from jaxlm.job import build_job
-    data = open_data(config.data, config.model.vocab_size)
+    data = open_data(config.data, config.model.vocab_size, train=False)
     if data.eval is None:
         raise DeclarationError("there is nothing to evaluate on: config.data.eval is empty and config.data.eval_fraction is 0; "
                                "pass --config.data.eval=FILES.")

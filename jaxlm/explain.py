@@ -9,8 +9,7 @@ is the layout that training on that number of devices uses.
 import json
 import sys
 
-from jaxlm.commandline import load_config, parser, run
-from partitioning.declaration import DeclarationError
+from jaxlm.commandline import configured, parser, run
 
 
 def arguments():
@@ -22,9 +21,7 @@ def arguments():
 
 def main(flags) -> None:
     """Prints the report for the devices that are there, or for as many as --simulate_devices says."""
-    if not flags.config:
-        raise DeclarationError("which configuration? Give --config=NAME|PATH; --help lists the shipped ones.")
-    config = load_config(flags.config, flags.overrides)
+    config = configured(flags.config, flags.overrides)
     import jax                                 # after the configuration has been read: mistakes in it answer at once
 
     from jaxlm.job import build_job

@@ -57,10 +57,7 @@ def settle(flags: argparse.Namespace) -> tuple[pathlib.Path, Config, list[str]]:
     source = flags.config
     if source is None and workdir is not None and (workdir / "config.json").is_file():
         source = str(workdir / "config.json")
-    if source is None:
-        raise DeclarationError("which configuration? Pass --config=NAME or --config=FILE.py; shipped names: "
-                               + ", ".join(commandline.shipped_configs()) + ".")
-    config = commandline.load_config(source, flags.overrides)
+    config = commandline.configured(source, flags.overrides)
     if workdir is None:
         return default_workdir(pathlib.Path(source).stem), config, []
     if workdir.exists() and not workdir.is_dir():
