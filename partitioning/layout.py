@@ -306,6 +306,9 @@ def _gather_forward(x, mesh, weight, dtype, param_dtype):
 
 
 def _gather_backward(mesh, weight, dtype, param_dtype, _, cotangent):
+    # First as the parameter was used: a table's gradient is then summed over the batch where the lookups are, and the two
+    # constraints together are a reduce-scatter. Without it XLA gathers the whole batch's activations instead.
+    cotangent = _constrain(cotangent, mesh, weight.used)
     return (_constrain(cotangent, mesh, weight.gradient).astype(param_dtype),)
 
 
