@@ -172,8 +172,8 @@ class Layout:
         return self.weights[path]
 
 
-def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[str, Any], optimizer: Mapping[str, Any] | None = None,
-            activations: Mapping[str, ArraySpec] | None = None) -> Layout:
+def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[str, Any],
+            optimizer: Mapping[str, Any] | None = None, activations: Mapping[str, ArraySpec] | None = None) -> Layout:
     """Decides where every array lies.
 
     Args:
@@ -218,7 +218,8 @@ def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[
         params=unflatten({path: weight.stored for path, weight in weights.items()}),
         gradients=unflatten({path: weight.gradient for path, weight in weights.items()}),
         compute=unflatten({path: weight.used for path, weight in weights.items()}),
-        optimizer={slot: unflatten({path: _spec(placed["optimizer", join(slot, path)]) for path in tree}) for slot, tree in slots.items()},
+        optimizer={slot: unflatten({path: _spec(placed["optimizer", join(slot, path)]) for path in tree})
+                   for slot, tree in slots.items()},
         rows=tuple(rows), notes=tuple(_notes(sharding, sizes, dims, unplaced)),
         activation_table=tables["activations"], weights=weights)
 
@@ -227,8 +228,8 @@ def _rules(name: str, dims: tuple[str | None, ...], table: Table) -> tuple[Rule,
     """The table's rule for each dim. A dim without one is an error: a misspelt name must not replicate in silence."""
     for dim in dims:
         if dim is not None and dim not in table.rules:
-            raise DeclarationError(f"{name}: there is no rule for its dim {dim!r}; {nearest(dim, table.rules, 'dim')} A new dim needs a "
-                                   f"rule, None to replicate: config.sharding.rules.{dim} = None.")
+            raise DeclarationError(f"{name}: there is no rule for its dim {dim!r}; {nearest(dim, table.rules, 'dim')} "
+                                   f"A new dim needs a rule, None to replicate: config.sharding.rules.{dim} = None.")
     return tuple(Rule((), "") if dim is None else table.rules[dim] for dim in dims)
 
 
@@ -245,7 +246,8 @@ def _place(path: str, array: ArraySpec, table: Table, override: Override | None,
     return full, _words(array, placed, table, homes), unplaced
 
 
-def _in_use(path: str, array: ArraySpec, tables: Mapping[str, Table], override: Override | None, sizes: Mapping[str, int]) -> Placed:
+def _in_use(path: str, array: ArraySpec, tables: Mapping[str, Table], override: Override | None,
+            sizes: Mapping[str, int]) -> Placed:
     """Where a parameter lies while it is used: by its rules or override, without the spread and without the axes that
     split the batch (unless the activations split that very dim by them too, as experts are)."""
     rules = _rules(path, array.dims, tables["params"])
@@ -258,7 +260,8 @@ def _in_use(path: str, array: ArraySpec, tables: Mapping[str, Table], override: 
 
 
 def _words(array: ArraySpec, placed: Placed, table: Table, homes: Mapping[str, int]) -> str:
-    words = [f"{dim_name(array.dims, i)}={'+'.join(axes)} ({table.rules[array.dims[i]].source})" for i, axes in enumerate(placed) if axes]
+    words = [f"{dim_name(array.dims, i)}={'+'.join(axes)} ({table.rules[array.dims[i]].source})"
+             for i, axes in enumerate(placed) if axes]
     words += [f"{dim_name(array.dims, i)}={axis} ({table.spread[axis]})" for axis, i in homes.items()]
     return ", ".join(words) or "replicated"
 
@@ -272,12 +275,14 @@ def _spec(placed: Placed) -> PartitionSpec:
     return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in placed))
 
 
-def _notes(sharding: ShardingConfig, sizes: Mapping[str, int], dims: Mapping[str, Any], unplaced: Mapping[tuple, list[str]]) -> list[str]:
+def _notes(sharding: ShardingConfig, sizes: Mapping[str, int], dims: Mapping[str, Any],
+           unplaced: Mapping[tuple, list[str]]) -> list[str]:
     notes = []
     zero_axes = read_axes(sharding.zero_axes, "config.sharding.zero_axes")
     if sharding.zero and all(sizes[axis] == 1 for axis in zero_axes):
         axes = " and ".join(zero_axes)
-        why = f"{axes} {'has' if len(zero_axes) == 1 else 'have'} size 1 on this mesh" if axes else "config.sharding.zero_axes is empty"
+        have = "has" if len(zero_axes) == 1 else "have"
+        why = f"{axes} {have} size 1 on this mesh" if axes else "config.sharding.zero_axes is empty"
         notes.append(f"ZeRO {sharding.zero}{f' over {axes}' if axes else ''} shards nothing: {why}.")
     for dim, key in declared_dims(sharding).items():
         if dim not in dims:

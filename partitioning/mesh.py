@@ -23,7 +23,8 @@ NOT_AVAILABLE_YET = {"pipe": "pipelines are", "expert": "expert parallelism is",
 class MeshConfig:
     """Sizes of the mesh axes. One may be -1: what is left of the devices; `data` is, unless another one is."""
     pipe: int = leaf(1, "pipeline stages", at_least=-1)
-    data: int | None = leaf(None, "replicas of everything that no other axis shards (None: -1 unless another axis is -1)", at_least=-1)
+    data: int | None = leaf(
+        None, "replicas of everything that no other axis shards (None: -1 unless another axis is -1)", at_least=-1)
     fsdp: int = leaf(1, "devices that share parameters and optimizer state and split the batch", at_least=-1)
     expert: int = leaf(1, "devices that share experts", at_least=-1)
     context: int = leaf(1, "devices that share one sequence in attention", at_least=-1)
@@ -67,9 +68,11 @@ def _misfit(sizes: Mapping[str, int], given: int, num_devices: int) -> str:
     asked = " x ".join(f"{axis}={size}" for axis, size in named.items()) or "one device"
     found = f"{num_devices} device" + ("" if num_devices == 1 else "s")
     if open_axis:
-        message = f"config.mesh: {asked}{f' = {given}' if len(named) > 1 else ''} does not divide the {found}, so {open_axis}=-1 has no size."
+        product = f" = {given}" if len(named) > 1 else ""
+        message = f"config.mesh: {asked}{product} does not divide the {found}, so {open_axis}=-1 has no size."
     else:
-        message = f"config.mesh: {asked} needs {given} device{'' if given == 1 else 's'}, but there {'is' if num_devices == 1 else 'are'} {found}."
+        message = (f"config.mesh: {asked} needs {given} device{'' if given == 1 else 's'}, "
+                   f"but there {'is' if num_devices == 1 else 'are'} {found}.")
     ways = []
     for axis, size in named.items():
         rest = given // size

@@ -36,9 +36,10 @@ def read_overrides(declared: Iterable[Any]) -> tuple[Override, ...]:
     out = []
     for i, pair in enumerate(declared):
         source = f"sharding.overrides[{i}]"
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], (tuple, list)):
-            raise DeclarationError(f"config.{source} = {pair!r}; expected a pair (regular expression on a parameter's path, axes of "
-                                   "each dim), such as ('lm_head/kernel', (None, 'tensor')).")
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], str) or not isinstance(pair[1], (tuple, list)):
+            raise DeclarationError(f"config.{source} = {pair!r}; expected a pair (regular expression on a parameter's path, "
+                                   "axes of each dim), such as ('lm_head/kernel', (None, 'tensor')).")
         try:
             re.compile(pair[0])
         except re.error as error:
@@ -63,9 +64,9 @@ def match(overrides: Sequence[Override], params: Mapping[str, ArraySpec]) -> dic
             dims = params[path].dims
             stacked = dims[:1] == ("layers",)
             if len(override.axes) not in (len(dims), len(dims) - stacked):
-                raise DeclarationError(
-                    f"config.{override.source} gives axes for {len(override.axes)} dims, but {path}, which {override.pattern!r} matches, "
-                    f"has {len(dims)}: ({', '.join(map(str, dims))}){f'. Give {len(dims)}, or {len(dims) - 1} without layers.' if stacked else '.'}")
+                way = f" Give {len(dims)}, or {len(dims) - 1} without layers." if stacked else ""
+                raise DeclarationError(f"config.{override.source} gives axes for {len(override.axes)} dims, but {path}, which "
+                                       f"{override.pattern!r} matches, has {len(dims)}: ({', '.join(map(str, dims))}).{way}")
             decided[path] = override
     return decided
 
@@ -90,12 +91,13 @@ def rules_of(override: Override, param: ArraySpec, array: ArraySpec, by_dim: Map
     return tuple(rules)
 
 
-def _matches_nothing(override: Override, matched: Sequence[str], decided: Mapping[str, Override], params: Mapping[str, ArraySpec]) -> str:
+def _matches_nothing(override: Override, matched: Sequence[str], decided: Mapping[str, Override],
+                     params: Mapping[str, ArraySpec]) -> str:
     if matched:
         earlier = decided[matched[0]]
-        return (f"config.{override.source} ({override.pattern!r}) has no effect: {matched[0]}"
-                f"{f' and {len(matched) - 1} more' if len(matched) > 1 else ''} is decided by config.{earlier.source} ({earlier.pattern!r}) "
-                "already, and the first match decides. Put the narrower expression first.")
+        return (f"config.{override.source} ({override.pattern!r}) has no effect: whatever it matches, such as {matched[0]}, is "
+                f"decided already, by config.{earlier.source} ({earlier.pattern!r}); the first match decides. Put the narrower "
+                "expression first.")
     close = difflib.get_close_matches(override.pattern, params, n=3, cutoff=0.0)
     return (f"config.{override.source}: no parameter's path, or its tail from a slash on, matches {override.pattern!r}; "
             f"the nearest of {len(params)}: {', '.join(close)}.")

@@ -45,7 +45,8 @@ def check_claims(name: str, dims: Sequence[str | None], rules: Sequence[Rule]) -
             owner[axis] = i
 
 
-def spread(array: ArraySpec, placed: Placed, axes: Collection[str], sizes: Mapping[str, int]) -> tuple[Placed, dict[str, int], tuple[str, ...]]:
+def spread(array: ArraySpec, placed: Placed, axes: Collection[str],
+           sizes: Mapping[str, int]) -> tuple[Placed, dict[str, int], tuple[str, ...]]:
     """Adds axes to the dims that suit them, one after the other.
 
     An axis goes to the dim of the axis before it while that still divides; else to the largest dim that it divides and

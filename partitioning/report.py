@@ -10,7 +10,8 @@ from typing import Any
 from partitioning.layout import Layout, Row
 
 STATE = ("params", "gradients", "optimizer")
-HEADINGS = {"params": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "activations": "activations (of one microbatch)"}
+HEADINGS = {"params": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
+            "activations": "activations (of one microbatch)"}
 
 
 def memory_per_device(layout: Layout) -> dict[str, int]:

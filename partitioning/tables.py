@@ -113,7 +113,8 @@ def _read_rules(rules: Any, known: Collection[str], key: str) -> dict[str, Rule]
         raise DeclarationError(f"config.{key} = {rules!r}; expected a dict from logical dim to mesh axes.")
     for dim in rules:
         if dim not in known:
-            raise DeclarationError(f"config.{key} has a rule for {dim!r}, but no array has such a dim; {nearest(dim, known, 'dim')}")
+            raise DeclarationError(f"config.{key} has a rule for {dim!r}, but no array has such a dim; "
+                                   f"{nearest(dim, known, 'dim')}")
     return {dim: Rule(read_axes(axes, f"config.{key}.{dim}"), key) for dim, axes in rules.items()}
 
 

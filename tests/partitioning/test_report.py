@@ -35,7 +35,8 @@ def test_text_is_aligned_and_names_mesh_arrays_rules_totals_and_notes():
     lines = shown.splitlines()
     assert lines[0] == "8 devices: fsdp=4 x tensor=2"
     row = next(line for line in lines if line.startswith("  embed/embedding"))
-    for part in ("64x32", "bfloat16", "(vocab, embed)", "(tensor, fsdp)", "4.0 KiB", "512 B", "vocab=tensor (default), embed=fsdp (ZeRO 3)"):
+    for part in ("64x32", "bfloat16", "(vocab, embed)", "(tensor, fsdp)", "4.0 KiB", "512 B",
+                 "vocab=tensor (default), embed=fsdp (ZeRO 3)"):
         assert part in row
     heading = lines[lines.index("parameters") + 1]
     assert row.index("bfloat16") == heading.index("dtype") and row.index("(vocab") == heading.index("dims")

@@ -165,7 +165,8 @@ def test_an_override_is_final_for_parameter_gradient_and_optimizer_state():
 
 
 def test_an_override_matches_a_whole_path_or_a_tail_from_a_slash_on():
-    found = layout(ShardingConfig(overrides=(("kernel", (None, None)), ), zero=0), params={"a": {"kernel": spec(embed=4, mlp=4)}}, tensor=2)
+    config = ShardingConfig(overrides=(("kernel", (None, None)),), zero=0)
+    found = layout(config, params={"a": {"kernel": spec(embed=4, mlp=4)}}, tensor=2)
     assert at(found.params, "a/kernel") == P(None, None)
     text = message(ShardingConfig(overrides=(("head/kernel", (None, None)),)))
     assert "matches 'head/kernel'" in text and "lm_head/kernel" in text and "config.sharding.overrides[0]" in text
@@ -206,7 +207,8 @@ def test_an_override_with_the_wrong_number_of_dims_says_which_dims_there_are():
 
 @pytest.mark.parametrize("override, expected", [
     ((("lm_head/kernel",),), "expected a pair"), ((("(", (None, None)),), "no regular expression"),
-    ((("lm_head/kernel", (None, "tensr")),), "did you mean 'tensor'"), ((("lm_head/kernel", ("tensor", "tensor")),), "both claim the mesh axis 'tensor'"),
+    ((("lm_head/kernel", (None, "tensr")),), "did you mean 'tensor'"),
+    ((("lm_head/kernel", ("tensor", "tensor")),), "both claim the mesh axis 'tensor'"),
     ((("lm_head/kernel", (None, 3)),), "expected a mesh axis")])
 def test_malformed_overrides_are_explained(override, expected):
     text = message(ShardingConfig(overrides=override), tensor=2)
