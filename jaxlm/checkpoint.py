@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import pathlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -151,27 +150,6 @@ def disk_trouble(error: BaseException | None) -> str | None:
             return "no permission to write"
         error = error.__cause__ or error.__context__
     return None
-
-
-def in_background(make: Callable[[], Any]) -> Callable[[], Any]:
-    """Starts `make` in a thread; the function returned waits for its result (imports and compiles overlap this way)."""
-    box: dict[str, Any] = {}
-
-    def work():
-        try:
-            box["result"] = make()
-        except BaseException as error:  # noqa: BLE001 - handed to the one who waits
-            box["error"] = error
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def wait():
-        thread.join()
-        if "error" in box:
-            raise box["error"]
-        return box["result"]
-    return wait
 
 
 def find_source(source: str) -> tuple[pathlib.Path, int | None]:

@@ -111,7 +111,8 @@ def run_loop(job: Job, train_step: Callable, state: Any, feed: Any, *, start: in
             jax.block_until_ready(in_flight.popleft())
         if profile.after(step, lambda: jax.block_until_ready(metrics)):
             recorder.line(f"step {step}: profiler trace written")
-        ends = step == stop_at or stop.reason is not None
+        reason = stop.reason                   # read once: a signal that comes later ends the next step
+        ends = step == stop_at or reason is not None
         logs = train.log_every > 0 and (step == start + 1 or ends or is_due(step, train.log_every))
         saves = ends or is_due(step, config.checkpoint.every)
         evaluates = evaluate is not None and (step == train.steps or is_due(step, train.eval_every))
@@ -124,8 +125,8 @@ def run_loop(job: Job, train_step: Callable, state: Any, feed: Any, *, start: in
             recorder.row({"step": step, **clock.skip(lambda: evaluate(state["params"]))})
         if samples:
             recorder.text(step, clock.skip(lambda: sample(state["params"])))
-        if stop.reason is not None and step < stop_at:
+        if reason is not None and step < stop_at:
             checkpoints.wait()
-            raise Stopped(f"{stop.reason}: stopped after step {step}, saved.")
+            raise Stopped(f"{reason}: stopped after step {step}, saved.")
     checkpoints.wait()
     return state

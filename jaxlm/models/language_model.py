@@ -222,7 +222,8 @@ class LanguageModel:
 
 
 def _unstack(tree, count):
-    """`count` trees of slices along the leading dim. (A split's gradient is one concatenation; indexing would add up `count` arrays.)"""
+    """`count` trees of slices along the leading dim. (The gradient of a split is one concatenation; indexing would add up
+    `count` arrays of full size.)"""
     leaves, structure = jax.tree.flatten(tree)
     split = [[jnp.squeeze(piece, 0) for piece in jax.lax.split(leaf, [1] * count)] for leaf in leaves]
     return [structure.unflatten(pieces) for pieces in zip(*split)]

@@ -50,7 +50,8 @@ def specs(declared: dict[str, nnx.Param], dtype: Any, num_layers: int) -> dict[s
 
 
 def initialise(declared: dict[str, nnx.Param], key: jax.Array, dtype: Any, num_layers: int) -> dict[str, Any]:
-    """Nested dict of initial values: float32 draws, rounded to `dtype`. Call it under jit (eager draws differ in the last bit)."""
+    """Nested dict of initial values: float32 draws, rounded to `dtype`. Call it under jit:
+    eager draws differ in the last bit."""
     out = {}
     for path, param in declared.items():
         shape, initial = param.get_value().shape, param.get_metadata("initial")

@@ -45,7 +45,6 @@ def test_every_key_has_a_meaning_of_one_line():
     ("model__num_kv_heads", 3, ["num_kv_heads = 3", "num_heads = 4", "1, 2, 4"]),
     ("train__gradient_accumulation", 3, ["global_batch_size = 16", "gradient_accumulation = 3"]),
     ("data__sequence_length", 4096, ["sequence_length = 4096", "max_positions = 2048"]),
-    ("train__remat", ("full", "dots"), ["remat"]),
 ])
 def test_a_wrong_value_names_the_key_the_value_and_the_way_out(key, value, words):
     with pytest.raises(DeclarationError) as error:

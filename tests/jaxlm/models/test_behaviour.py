@@ -96,7 +96,8 @@ def test_policies_keep_what_they_say():
 
 
 @pytest.mark.parametrize("policy, message", [
-    (("querry",), "'querry'.*did you mean 'query'"), (("none", "query"), "alone"), ((), "alone"), (("dot",), "did you mean 'dots'")])
+    (("querry",), "'querry'.*did you mean 'query'"), (("none", "query"), "alone"), ((), "alone"),
+    (("dot",), "did you mean 'dots'")])
 def test_an_unknown_rematerialisation_is_refused_with_the_nearest_name(policy, message):
     with pytest.raises(DeclarationError, match=message):
         build_model(ModelConfig(), remat=policy)
@@ -140,7 +141,8 @@ def test_masked_targets_have_no_effect_whatever_their_value():
     model, params = tiny()
     data = batch()
     changed = dict(data, targets=np.where(data["mask"], data["targets"], -100))
-    for a, b in zip(jax.tree.leaves(value_and_grad(model, params, data)), jax.tree.leaves(value_and_grad(model, params, changed))):
+    a, b = (value_and_grad(model, params, d) for d in (data, changed))
+    for a, b in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
         assert np.array_equal(a, b)
 
 
@@ -167,7 +169,8 @@ def test_parameters_have_their_own_dtype():
 @pytest.mark.parametrize("shape", [GPT2, LLAMA, dict(LLAMA, qk_norm=True, bias=True)])
 def test_specs_describe_what_init_gives(shape):
     model, params = tiny(shape)
-    assert jax.tree.map(lambda s: (s.shape, jnp.dtype(s.dtype)), model.specs) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+    described, given = (jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype)), tree) for tree in (model.specs, params))
+    assert described == given
 
 
 def test_paths_and_dims_are_the_agreed_ones():

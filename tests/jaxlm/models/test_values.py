@@ -80,7 +80,8 @@ CASES = {
     "gpt2 exact gelu": (GPT2, dict(activation="gelu_exact")),
     "gpt2 relu squared, untied": (GPT2, dict(activation="relu_squared", tie_embeddings=False)),
     "llama geglu, tied, biases": (LLAMA, dict(activation="geglu", tie_embeddings=True, bias=True)),
-    "llama qk norm, caps, windows": (LLAMA, dict(qk_norm=True, attention_softcap=1.5, logit_softcap=2.0, window_pattern=(3, None))),
+    "llama qk norm, caps, windows": (
+        LLAMA, dict(qk_norm=True, attention_softcap=1.5, logit_softcap=2.0, window_pattern=(3, None))),
     "llama one window for all": (LLAMA, dict(window_pattern=(5,))),
     "no positions": (LLAMA, dict(position="none", activation="silu")),
 }
