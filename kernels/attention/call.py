@@ -37,7 +37,8 @@ def describe(q_BTHK, k_BSGK, v_BSGK, causal, window, query_offset, q_segment_ids
     if (q_segment_ids_BT is None) != (k_segment_ids_BS is None):
         raise ValueError("segment ids were given for queries or keys alone; give both or neither.")
     if q_segment_ids_BT is not None and (q_segment_ids_BT.shape != (B, T) or k_segment_ids_BS.shape != (B, S)):
-        raise ValueError(f"segment ids have shapes {q_segment_ids_BT.shape} and {k_segment_ids_BS.shape}; expected {(B, T)} and {(B, S)}.")
+        raise ValueError(f"segment ids have shapes {q_segment_ids_BT.shape} and {k_segment_ids_BS.shape}; expected "
+                         f"{(B, T)} and {(B, S)}.")
     if window is not None and not causal:
         raise ValueError("a window looks back from each query: it needs causal=True.")
     if isinstance(window, int) and window < 1:
