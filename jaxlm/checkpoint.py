@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import pathlib
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,11 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             return
+        # Asked beforehand: a write that fails half-way makes the libraries below print a stack for each array.
+        need = sum(x.nbytes for x in jax.tree.leaves(state)) // jax.process_count()
+        free = shutil.disk_usage(self.directory).free
+        if free < need:
+            self._fail(step, f"no space left on the disk (it takes about {need / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free)")
         args = self._ocp.args.Composite(state=self._ocp.args.StandardSave(state), about=self._ocp.args.JsonSave(about))
         self._guard(step, lambda: self._manager.save(step, args=args, force=True))
 
@@ -63,10 +69,13 @@ class Checkpoints:
             reason = disk_trouble(error)
             if reason is None:
                 raise
-            kept = ", ".join(map(str, self.steps())) or "none"
-            what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-            raise RunError(f"{what} could not be written below {self.directory}: {reason}. Checkpoints that are whole: {kept}. "
-                           "Make room and run the same command again; it resumes from the newest of them.") from error
+            self._fail(step, reason, error)
+
+    def _fail(self, step: int | None, reason: str, error: Exception | None = None):
+        kept = ", ".join(map(str, self.steps())) or "none"
+        what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+        raise RunError(f"{what} could not be written below {self.directory}: {reason}. Checkpoints that are whole: {kept}. "
+                       "Make room and run the same command again; it resumes from the newest of them.") from error
 
     def restore(self, step: int, abstract: Any) -> Any:
         """Reads the arrays of a step into the shapes, dtypes and shardings of `abstract` (a tree of ShapeDtypeStruct).
@@ -146,6 +155,8 @@ def disk_trouble(error: BaseException | None) -> str | None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "no space left" in text or "disk quota" in text \
                 or "resource_exhausted" in text and "write" in text:
             return "no space left on the disk"
+        if getattr(error, "errno", None) == errno.EFBIG or "file too large" in text:
+            return "a file may not grow that large (see `ulimit -f`)"
         if getattr(error, "errno", None) in (errno.EACCES, errno.EROFS, errno.EPERM) or "permission denied" in text or "read-only file system" in text:
             return "no permission to write"
         error = error.__cause__ or error.__context__

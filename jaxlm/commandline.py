@@ -168,7 +168,7 @@ def run(main: Callable[[argparse.Namespace], int | None], arguments: argparse.Ar
         argv: Sequence[str] | None = None) -> int:
     """Parses the flags, calls `main` with them (`flags.overrides` holds the --config.* pairs) and returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    logging.getLogger("absl").setLevel(logging.ERROR)   # Orbax warns about its own options; what matters is raised
+    logging.getLogger("absl").setLevel(logging.CRITICAL)   # Orbax logs what it raises as well, stack by stack
     try:
         if "--config.help" in argv:
             print(config_help())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.checkpoint import Checkpoints
+from jaxlm.commandline import RunError
 from jaxlm.logs import read_rows
 from tests.system.commands import TINY, run, start
 
@@ -97,6 +98,18 @@ def test_parameters_start_from_another_run_when_asked(whole, tmp_path):
     assert losses(tmp_path)[1][0] < losses(whole)[3][0]        # not the loss of random weights
 
 
+def test_a_save_that_the_disk_has_no_room_for_does_not_begin(whole, tmp_path, monkeypatch):
+    import jaxlm.checkpoint as module
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    state = {"params": {"kernel": jax.numpy.zeros((1024, 1024))}}
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**30, 2**30, 2**20))
+    with pytest.raises(RunError, match=r"step 2 could not be written .* 4\.0 MiB, and 1\.0 MiB are free.* whole: 1\."):
+        checkpoints.save(2, state, {})
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"1"}
+
+
 def test_a_disk_that_fills_is_status_1_and_what_was_saved_stays_whole(whole, tmp_path):
     """Files may not grow past a limit: what a full disk is to a program, without filling one."""
     run("train", f"--config={TINY}", f"--workdir={tmp_path}", *KEYS, "--config.train.stop_at=5")
@@ -111,7 +124,8 @@ def test_a_disk_that_fills_is_status_1_and_what_was_saved_stays_whole(whole, tmp
                              preexec_fn=lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
                                                  resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))))
     assert limited.returncode == 1, limited.stderr
-    assert "could not be written" in limited.stderr and "Traceback" not in limited.stderr
+    message = [line for line in limited.stderr.splitlines() if line.startswith("error: ")]
+    assert len(message) == 1 and "could not be written" in message[0] and "Checkpoints that are whole: 5." in message[0]
     assert same_bits(arrays(tmp_path, 5), before)
     run("train", f"--config={TINY}", f"--workdir={tmp_path}", *KEYS)
     assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 12
