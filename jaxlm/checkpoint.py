@@ -28,14 +28,22 @@ class Checkpoints:
 
     def __init__(self, directory: pathlib.Path, *, keep: int = 2, asynchronous: bool = True, read_only: bool = False):
         import orbax.checkpoint as ocp
+
         self._ocp = ocp
         self.directory = pathlib.Path(directory).absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep, enable_async_checkpointing=asynchronous, create=not read_only,
-            read_only=read_only, cleanup_tmp_directories=not read_only, single_host_load_and_broadcast=False)
+            max_to_keep=None if read_only else keep,
+            enable_async_checkpointing=asynchronous,
+            create=not read_only,
+            read_only=read_only,
+            cleanup_tmp_directories=not read_only,
+            single_host_load_and_broadcast=False,
+        )
         self._manager = ocp.CheckpointManager(
-            self.directory, options=options,
-            item_handlers=dict(state=ocp.StandardCheckpointHandler(), about=ocp.JsonCheckpointHandler()))
+            self.directory,
+            options=options,
+            item_handlers=dict(state=ocp.StandardCheckpointHandler(), about=ocp.JsonCheckpointHandler()),
+        )
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first."""
@@ -53,7 +61,9 @@ class Checkpoints:
         need = sum(x.nbytes for x in jax.tree.leaves(state)) // jax.process_count()
         free = shutil.disk_usage(self.directory).free
         if free < need:
-            self._fail(step, f"no space left on the disk (it takes about {need / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free)")
+            self._fail(
+                step, f"no space left on the disk (it takes about {need / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free)"
+            )
         args = self._ocp.args.Composite(state=self._ocp.args.StandardSave(state), about=self._ocp.args.JsonSave(about))
         self._guard(step, lambda: self._manager.save(step, args=args, force=True))
 
@@ -74,8 +84,10 @@ class Checkpoints:
     def _fail(self, step: int | None, reason: str, error: Exception | None = None):
         kept = ", ".join(map(str, self.steps())) or "none"
         what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-        raise RunError(f"{what} could not be written below {self.directory}: {reason}. Checkpoints that are whole: {kept}. "
-                       "Make room and run the same command again; it resumes from the newest of them.") from error
+        raise RunError(
+            f"{what} could not be written below {self.directory}: {reason}. Checkpoints that are whole: {kept}. "
+            "Make room and run the same command again; it resumes from the newest of them."
+        ) from error
 
     def restore(self, step: int, abstract: Any) -> Any:
         """Reads the arrays of a step into the shapes, dtypes and shardings of `abstract` (a tree of ShapeDtypeStruct).
@@ -86,23 +98,33 @@ class Checkpoints:
         """
         mismatch = self._mismatch(step, abstract)
         if mismatch:
-            raise DeclarationError(f"{self.directory / str(step)} does not hold this model's state:\n  " + "\n  ".join(mismatch[:8])
-                                   + (f"\n  and {len(mismatch) - 8} more" if len(mismatch) > 8 else ""))
+            raise DeclarationError(
+                f"{self.directory / str(step)} does not hold this model's state:\n  "
+                + "\n  ".join(mismatch[:8])
+                + (f"\n  and {len(mismatch) - 8} more" if len(mismatch) > 8 else "")
+            )
         with self._reading(step):
-            return self._manager.restore(step, args=self._ocp.args.Composite(
-                state=self._ocp.args.StandardRestore(abstract, strict=True))).state
+            return self._manager.restore(
+                step, args=self._ocp.args.Composite(state=self._ocp.args.StandardRestore(abstract, strict=True))
+            ).state
 
     def restore_params(self, step: int, abstract_params: Any) -> Any:
         """Reads the parameters alone, leaving the rest of the checkpoint on disk."""
         tree = {"params": abstract_params}
         mismatch = self._mismatch(step, tree)
         if mismatch:
-            raise DeclarationError(f"{self.directory / str(step)} does not hold this model's parameters:\n  " + "\n  ".join(mismatch[:8]))
+            raise DeclarationError(
+                f"{self.directory / str(step)} does not hold this model's parameters:\n  " + "\n  ".join(mismatch[:8])
+            )
         ocp = self._ocp
-        restore_args = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), tree)
+        restore_args = jax.tree.map(
+            lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), tree
+        )
         with self._reading(step), ocp.PyTreeCheckpointer() as reader:
-            return reader.restore(self.directory / str(step) / "state", args=ocp.args.PyTreeRestore(
-                item=tree, restore_args=restore_args, partial_restore=True))["params"]
+            return reader.restore(
+                self.directory / str(step) / "state",
+                args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args, partial_restore=True),
+            )["params"]
 
     def about(self, step: int) -> dict[str, Any]:
         """What is written beside the arrays of a step."""
@@ -122,20 +144,32 @@ class Checkpoints:
             yield
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).partition(" [tensorstore_spec")[0]
-            raise RunError(f"{self.directory / str(step)} cannot be read: {reason}. Nothing was changed. To go on from an older "
-                           "checkpoint, move this one away; other checkpoints here: "
-                           f"{', '.join(str(s) for s in self.steps() if s != step) or 'none'}.") from error
+            raise RunError(
+                f"{self.directory / str(step)} cannot be read: {reason}. Nothing was changed. To go on from an older "
+                "checkpoint, move this one away; other checkpoints here: "
+                f"{', '.join(str(s) for s in self.steps() if s != step) or 'none'}."
+            ) from error
 
     def _mismatch(self, step: int, abstract: Any) -> list[str]:
         """A line for each array that is missing, has another shape, or (for a whole state) is there and unasked for."""
         stored = self.shapes(step)
         wanted = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
-        lines = [f"{path}: missing in the checkpoint; this model's has shape {shape}" for path, shape in wanted.items() if path not in stored]
-        lines += [f"{path}: shape {stored[path][0]} in the checkpoint, {shape} in this model"
-                  for path, shape in wanted.items() if path in stored and stored[path][0] != shape]
+        lines = [
+            f"{path}: missing in the checkpoint; this model's has shape {shape}"
+            for path, shape in wanted.items()
+            if path not in stored
+        ]
+        lines += [
+            f"{path}: shape {stored[path][0]} in the checkpoint, {shape} in this model"
+            for path, shape in wanted.items()
+            if path in stored and stored[path][0] != shape
+        ]
         groups = {path.split("/")[0] for path in wanted}
-        lines += [f"{path}: in the checkpoint, unknown to this model" for path in stored
-                  if path not in wanted and path.split("/")[0] in groups]
+        lines += [
+            f"{path}: in the checkpoint, unknown to this model"
+            for path in stored
+            if path not in wanted and path.split("/")[0] in groups
+        ]
         return lines
 
     def close(self) -> None:
@@ -152,12 +186,21 @@ def disk_trouble(error: BaseException | None) -> str | None:
     """'no space left on device' or the like, if that is what lies at the bottom of an error."""
     while error is not None:
         text = str(error).lower()
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "no space left" in text or "disk quota" in text \
-                or "resource_exhausted" in text and "write" in text:
+        if (
+            getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            or "no space left" in text
+            or "disk quota" in text
+            or "resource_exhausted" in text
+            and "write" in text
+        ):
             return "no space left on the disk"
         if getattr(error, "errno", None) == errno.EFBIG or "file too large" in text:
             return "a file may not grow that large (see `ulimit -f`)"
-        if getattr(error, "errno", None) in (errno.EACCES, errno.EROFS, errno.EPERM) or "permission denied" in text or "read-only file system" in text:
+        if (
+            getattr(error, "errno", None) in (errno.EACCES, errno.EROFS, errno.EPERM)
+            or "permission denied" in text
+            or "read-only file system" in text
+        ):
             return "no permission to write"
         error = error.__cause__ or error.__context__
     return None
@@ -177,10 +220,14 @@ def find_source(source: str) -> tuple[pathlib.Path, int | None]:
     if path.name == "checkpoints":
         path = path.parent
     if not (path / "config.json").is_file():
-        raise DeclarationError(f"{source} is no run directory (there is no {path / 'config.json'}); "
-                               "give the --workdir of a run, or one of its checkpoints.")
+        raise DeclarationError(
+            f"{source} is no run directory (there is no {path / 'config.json'}); "
+            "give the --workdir of a run, or one of its checkpoints."
+        )
     if step is not None and not (path / "checkpoints" / str(step)).is_dir():
-        raise DeclarationError(f"{source} does not exist; {path / 'checkpoints'} holds: {', '.join(saved_steps(path)) or 'nothing'}.")
+        raise DeclarationError(
+            f"{source} does not exist; {path / 'checkpoints'} holds: {', '.join(saved_steps(path)) or 'nothing'}."
+        )
     return path, step
 
 

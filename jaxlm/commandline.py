@@ -36,8 +36,13 @@ class Stopped(Exception):
 def shipped_configs() -> dict[str, pathlib.Path]:
     """Name to file of the configurations that come with the package."""
     import configs
-    return {path.stem: path for folder in configs.__path__ for path in sorted(pathlib.Path(folder).glob("*.py"))
-            if not path.stem.startswith("_")}
+
+    return {
+        path.stem: path
+        for folder in configs.__path__
+        for path in sorted(pathlib.Path(folder).glob("*.py"))
+        if not path.stem.startswith("_")
+    }
 
 
 def load_config(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
@@ -59,7 +64,7 @@ def load_config(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Confi
         place = values
         names = dotted.split(".")
         for name in names[:-1]:
-            if place.get(name) is None:        # a dict leaf that is None, or a section that a JSON file lacks
+            if place.get(name) is None:  # a dict leaf that is None, or a section that a JSON file lacks
                 place[name] = {}
             place = place[name]
         place[names[-1]] = value
@@ -69,8 +74,9 @@ def load_config(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Confi
 def configured(source: str | None, overrides: Sequence[tuple[str, str]]) -> Config:
     """`load_config` of a command's --config, which must have been given."""
     if source is None:
-        raise DeclarationError("which configuration? Pass --config=NAME or --config=FILE.py; shipped names: "
-                               + ", ".join(shipped_configs()) + ".")
+        raise DeclarationError(
+            "which configuration? Pass --config=NAME or --config=FILE.py; shipped names: " + ", ".join(shipped_configs()) + "."
+        )
     return load_config(source, overrides)
 
 
@@ -78,23 +84,29 @@ def _read_config(source: str):
     shipped = shipped_configs()
     path = shipped.get(source, pathlib.Path(source))
     if not path.is_file():
-        raise DeclarationError(f"no configuration {source!r}: it is neither a file nor a shipped name; {nearest(source, shipped)}")
+        raise DeclarationError(
+            f"no configuration {source!r}: it is neither a file nor a shipped name; {nearest(source, shipped)}"
+        )
     if path.suffix == ".json":
         try:
             return json.loads(path.read_text("utf-8"))
         except ValueError as error:
             raise DeclarationError(f"{path} is no JSON file: {error}.") from None
     if path.suffix != ".py":
-        raise DeclarationError(f"--config={source}: expected a .py file that defines get_config(), a run's config.json, "
-                               f"or one of: {', '.join(shipped)}.")
+        raise DeclarationError(
+            f"--config={source}: expected a .py file that defines get_config(), a run's config.json, "
+            f"or one of: {', '.join(shipped)}."
+        )
     spec = importlib.util.spec_from_file_location(f"jaxlm_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         get_config = getattr(module, "get_config", None)
         if get_config is None:
-            raise DeclarationError(f"{path} defines no get_config(); a config file is a function that returns "
-                                   "jaxlm.config.default_config() with changes.")
+            raise DeclarationError(
+                f"{path} defines no get_config(); a config file is a function that returns "
+                "jaxlm.config.default_config() with changes."
+            )
         return get_config()
     except DeclarationError:
         raise
@@ -124,12 +136,24 @@ def parser(command: str, description: str, *, config: bool = True) -> argparse.A
     """An argument parser with the flags that every command has."""
     epilog = ["commands:", *(f"  python -m {name:16} {meaning}" for name, meaning in COMMANDS.items())]
     if config:
-        epilog += ["", "shipped configurations:", "  " + ", ".join(shipped_configs()), "",
-                   "--config.SECTION.KEY=VALUE overrides one value; --config.help lists every key."]
-    out = argparse.ArgumentParser(prog=f"python -m {command}", description=description, epilog="\n".join(epilog),
-                                  formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        epilog += [
+            "",
+            "shipped configurations:",
+            "  " + ", ".join(shipped_configs()),
+            "",
+            "--config.SECTION.KEY=VALUE overrides one value; --config.help lists every key.",
+        ]
+    out = argparse.ArgumentParser(
+        prog=f"python -m {command}",
+        description=description,
+        epilog="\n".join(epilog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     if config:
-        out.add_argument("--config", metavar="NAME|PATH", help="a shipped name, a .py file with get_config(), or a run's config.json")
+        out.add_argument(
+            "--config", metavar="NAME|PATH", help="a shipped name, a .py file with get_config(), or a run's config.json"
+        )
     out.add_argument("--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices")
     return out
 
@@ -140,7 +164,7 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, st
     while i < len(argv):
         word = argv[i]
         if word.startswith("--config."):
-            name, equals, text = word[len("--config."):].partition("=")
+            name, equals, text = word[len("--config.") :].partition("=")
             if not equals:
                 i += 1
                 if i == len(argv) or argv[i].startswith("--"):
@@ -160,15 +184,17 @@ def simulate_devices(count: int | None) -> None:
     if count < 1:
         raise DeclarationError(f"--simulate_devices={count}; expected at least 1.")
     import jax
+
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def run(main: Callable[[argparse.Namespace], int | None], arguments: argparse.ArgumentParser,
-        argv: Sequence[str] | None = None) -> int:
+def run(
+    main: Callable[[argparse.Namespace], int | None], arguments: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> int:
     """Parses the flags, calls `main` with them (`flags.overrides` holds the --config.* pairs) and returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)   # Orbax logs what it raises as well, stack by stack
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well, stack by stack
     try:
         if "--config.help" in argv:
             print(config_help())
@@ -187,7 +213,7 @@ def run(main: Callable[[argparse.Namespace], int | None], arguments: argparse.Ar
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:                    # the reader of our output went away, as `| head` does
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:

@@ -24,6 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only Transformer: the options span the GPT-2 and the Llama-3 shape."""
+
     vocab_size: int = leaf(264, "rows of the embedding; at least the tokenizer's", at_least=1)
     num_layers: int = leaf(4, "Transformer blocks", at_least=1)
     embed_dim: int = leaf(256, "width of the residual stream", at_least=1)
@@ -37,12 +38,15 @@ class ModelConfig:
     position: str = leaf("rope", "how tokens know their place", choices=POSITIONS)
     rope_theta: float = leaf(10_000.0, "base wavelength of RoPE", above=0)
     rope_scaling: dict[str, Any] | None = leaf(
-        None, "dict(kind='linear', factor=) or dict(kind='llama3', factor=, low_freq_factor=, high_freq_factor=, original_max_positions=)")
+        None,
+        "dict(kind='linear', factor) or dict(kind='llama3', factor, low_freq_factor, high_freq_factor, original_max_positions)",
+    )
     max_positions: int = leaf(2048, "longest sequence; rows of a learned position table", at_least=1)
     qk_norm: bool = leaf(False, "normalise queries and keys per head before RoPE")
     bias: bool = leaf(False, "biases on every projection (and offsets in layernorm)")
     window_pattern: tuple[int | None, ...] = leaf(
-        (None,), "attention window of each layer in tokens, None for all, repeated over the layers", at_least=1)
+        (None,), "attention window of each layer in tokens, None for all, repeated over the layers", at_least=1
+    )
     attention_softcap: float | None = leaf(None, "cap * tanh(scores / cap) on attention scores", above=0)
     logit_softcap: float | None = leaf(None, "cap * tanh(logits / cap) on the output", above=0)
     tie_embeddings: bool = leaf(False, "the output matrix is the embedding's transpose")
@@ -69,6 +73,7 @@ class ModelConfig:
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Text in, batches of token ids out."""
+
     train: tuple[str, ...] = leaf(("embedded:shakespeare",), "paths or globs of .txt, .jsonl files, or the packaged text")
     eval: tuple[str, ...] = leaf((), "the same for evaluation; empty: the last eval_fraction of the training text")
     tokenizer: str = leaf("bytes", "'bytes' or the path of a Hugging Face tokenizer.json")
@@ -83,6 +88,7 @@ class DataConfig:
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """How gradients change parameters."""
+
     name: str = leaf("adamw", "optimizer", choices=OPTIMIZERS)
     learning_rate: float = leaf(1e-3, "peak learning rate", at_least=0)
     schedule: str = leaf("cosine", "learning rate over the steps, after warm-up", choices=SCHEDULES)
@@ -98,18 +104,22 @@ class OptimizerConfig:
     epsilon: float = leaf(1e-8, "added to the root of the second moment", above=0)
     momentum: float = leaf(0.95, "momentum of sgd and muon", at_least=0, below=1)
     adam_learning_rate: float | None = leaf(
-        None, "muon: peak rate of the parameters that are no matrices of a layer (None: learning_rate)", at_least=0)
+        None, "muon: peak rate of the parameters that are no matrices of a layer (None: learning_rate)", at_least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
     """Number formats. Softmax, normalisation and loss are float32 always."""
+
     params: str = leaf("float32", "dtype of the parameters", choices=DTYPES)
     compute: str = leaf("float32", "dtype of matmuls and activations", choices=DTYPES)
     gradients: str = leaf("float32", "dtype in which gradients are accumulated and reduced", choices=DTYPES)
     optimizer: str = leaf("float32", "dtype of the optimizer's moments", choices=DTYPES)
-    loss_scale: str = leaf("auto", "dynamic loss scaling; auto: only when compute is float16", choices=("auto", "dynamic", "none"))
-    loss_scale_initial: float = leaf(2.0 ** 15, "first loss scale", above=0)
+    loss_scale: str = leaf(
+        "auto", "dynamic loss scaling; auto: only when compute is float16", choices=("auto", "dynamic", "none")
+    )
+    loss_scale_initial: float = leaf(2.0**15, "first loss scale", above=0)
     loss_scale_growth_steps: int = leaf(2000, "finite steps after which the loss scale doubles", at_least=1)
 
     @property
@@ -120,13 +130,16 @@ class PrecisionConfig:
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The training loop."""
+
     steps: int = leaf(1000, "optimizer steps of the whole run; the schedule spans them", at_least=1)
     stop_at: int | None = leaf(None, "stop and save after this step; the schedule still spans train.steps", at_least=1)
     global_batch_size: int = leaf(16, "examples per step, over all devices", at_least=1)
     gradient_accumulation: int = leaf(1, "microbatches per step", at_least=1)
     seed: int = leaf(0, "seed of the initial parameters and of dropout", at_least=0)
     remat: tuple[str, ...] = leaf(
-        ("dots",), "what the backward pass keeps: none (no recomputation), full, dots (matmul outputs), or names of activations to keep")
+        ("dots",),
+        "what the backward pass keeps: none (no recomputation), full, dots (matmul outputs), or names of activations to keep",
+    )
     log_every: int = leaf(10, "steps between logged rows (0: never)", at_least=0)
     eval_every: int = leaf(0, "steps between evaluations (0: only at the end)", at_least=0)
     eval_steps: int | None = leaf(None, "batches per evaluation (None: the whole evaluation text, once)", at_least=1)
@@ -137,6 +150,7 @@ class TrainConfig:
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved, when, and what a run starts from."""
+
     every: int = leaf(500, "steps between checkpoints (0: only at the end)", at_least=0)
     keep: int = leaf(2, "newest checkpoints to keep", at_least=1)
     asynchronous: bool = leaf(True, "write in the background while training goes on")
@@ -147,6 +161,7 @@ class CheckpointConfig:
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
     """Where numbers go besides the console and metrics.jsonl."""
+
     tensorboard: bool = leaf(True, "write TensorBoard event files")
     wandb: str | None = leaf(None, "Weights & Biases project to log to (needs the wandb extra)")
     profile_steps: tuple[int, ...] = leaf((), "first and last step of a profiler trace, e.g. 10,12")
@@ -155,13 +170,18 @@ class LogConfig:
 @dataclasses.dataclass(frozen=True)
 class FaultsConfig:
     """What to do when numbers go wrong."""
-    on_nonfinite: str = leaf("stop", "a loss or gradient norm that is not finite: stop the run, or skip the update and count it",
-                             choices=("stop", "skip"))
+
+    on_nonfinite: str = leaf(
+        "stop",
+        "a loss or gradient norm that is not finite: stop the run, or skip the update and count it",
+        choices=("stop", "skip"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:
     """Several processes. Empty: found from Slurm's, Kubernetes' or the launcher's variables, else one process."""
+
     coordinator: str | None = leaf(None, "host:port of process 0")
     num_processes: int | None = leaf(None, "number of processes", at_least=1)
     process_id: int | None = leaf(None, "this process, from 0", at_least=0)
@@ -170,12 +190,14 @@ class DistributedConfig:
 @dataclasses.dataclass(frozen=True)
 class KernelsConfig:
     """Which implementation serves each operation."""
+
     attention: str = leaf("auto", "attention backend", choices=("auto", "reference"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The whole configuration of a run."""
+
     model: ModelConfig = section(ModelConfig, "the Transformer")
     mesh: MeshConfig = section(MeshConfig, "sizes of the mesh axes")
     sharding: ShardingConfig = section(ShardingConfig, "how arrays lie on the mesh")
@@ -202,7 +224,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def default_config():
     """The defaults as a `ml_collections.ConfigDict`, for config files to change."""
-    import ml_collections                      # not needed by those who read dataclasses only
+    import ml_collections  # not needed by those who read dataclasses only
+
     return ml_collections.ConfigDict(to_dict(Config()), type_safe=False)
 
 
@@ -222,20 +245,32 @@ def _check(config: Config) -> None:
     model, train, data = config.model, config.train, config.data
     if model.num_heads % model.kv_heads:
         divisors = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
-        raise DeclarationError(f"config.model.num_kv_heads = {model.kv_heads} does not divide num_heads = {model.num_heads}; "
-                               f"values that do: {', '.join(map(str, divisors))}.")
+        raise DeclarationError(
+            f"config.model.num_kv_heads = {model.kv_heads} does not divide num_heads = {model.num_heads}; "
+            f"values that do: {', '.join(map(str, divisors))}."
+        )
     if model.head_dim is None and model.embed_dim % model.num_heads:
-        raise DeclarationError(f"config.model.embed_dim = {model.embed_dim} is not a multiple of num_heads = {model.num_heads}; "
-                               "change one of them, or set config.model.head_dim.")
+        raise DeclarationError(
+            f"config.model.embed_dim = {model.embed_dim} is not a multiple of num_heads = {model.num_heads}; "
+            "change one of them, or set config.model.head_dim."
+        )
     if model.position == "rope" and model.head_width % 2:
         raise DeclarationError(f"RoPE turns pairs of numbers, but the width of a head is {model.head_width}; make it even.")
     if data.sequence_length > model.max_positions:
-        raise DeclarationError(f"config.data.sequence_length = {data.sequence_length} is longer than config.model.max_positions = "
-                               f"{model.max_positions}; shorten the one or raise the other.")
+        raise DeclarationError(
+            f"config.data.sequence_length = {data.sequence_length} is longer than config.model.max_positions = "
+            f"{model.max_positions}; shorten the one or raise the other."
+        )
     if train.global_batch_size % train.gradient_accumulation:
-        raise DeclarationError(f"config.train.global_batch_size = {train.global_batch_size} is not a multiple of "
-                               f"gradient_accumulation = {train.gradient_accumulation}.")
+        raise DeclarationError(
+            f"config.train.global_batch_size = {train.global_batch_size} is not a multiple of "
+            f"gradient_accumulation = {train.gradient_accumulation}."
+        )
     if config.optimizer.warmup_steps > train.steps:
-        raise DeclarationError(f"config.optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds train.steps = {train.steps}.")
+        raise DeclarationError(
+            f"config.optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds train.steps = {train.steps}."
+        )
     if len(config.log.profile_steps) not in (0, 2):
-        raise DeclarationError(f"config.log.profile_steps = {config.log.profile_steps!r}; expected the first and the last step, e.g. 10,12.")
+        raise DeclarationError(
+            f"config.log.profile_steps = {config.log.profile_steps!r}; expected the first and the last step, e.g. 10,12."
+        )

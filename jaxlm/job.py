@@ -20,6 +20,7 @@ from partitioning import make_mesh, resolve, resolve_sizes
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What a configuration means on a number of devices. `layout` is bound to a mesh once `on_devices` has been called."""
+
     config: Config
     model: Any
     optimizer: Any
@@ -36,12 +37,17 @@ class Job:
     def shardings(self) -> dict[str, Any]:
         """The state's shardings, in the form of the state."""
         place = self.layout.sharding
+
         def place_all(specs):
             return jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))
+
         counters = jax.eval_shape(lambda: initial_counters(self.config))
         replicated = place(jax.sharding.PartitionSpec())
-        return {"params": place_all(self.layout.params), "optimizer": place_all(self.layout.optimizer),
-                "counters": jax.tree.map(lambda _: replicated, counters)}
+        return {
+            "params": place_all(self.layout.params),
+            "optimizer": place_all(self.layout.optimizer),
+            "counters": jax.tree.map(lambda _: replicated, counters),
+        }
 
     def initial_state(self, key: jax.Array) -> dict[str, Any]:
         """The state at step 0; traceable, the same bits under any mesh when jitted."""
@@ -66,7 +72,12 @@ class Job:
     def abstract_batch(self) -> dict[str, Any]:
         """ShapeDtypeStructs of a training batch."""
         shape = (self.config.train.global_batch_size, self.config.data.sequence_length)
-        forms = {"inputs": (shape, jnp.int32), "targets": (shape, jnp.int32), "mask": (shape, jnp.bool_), "example": (shape[:1], jnp.int32)}
+        forms = {
+            "inputs": (shape, jnp.int32),
+            "targets": (shape, jnp.int32),
+            "mask": (shape, jnp.bool_),
+            "example": (shape[:1], jnp.int32),
+        }
         return {name: jax.ShapeDtypeStruct(*forms[name], sharding=sharding) for name, sharding in self.batch_shardings().items()}
 
 
@@ -77,10 +88,16 @@ def build_job(config: Config, num_devices: int) -> Job:
       DeclarationError: the mesh, the rules or the model do not fit each other.
     """
     sizes = resolve_sizes(config.mesh, num_devices)
-    model = build_model(config.model, param_dtype=config.precision.params, compute_dtype=config.precision.compute,
-                        remat=config.train.remat, attention_backend=config.kernels.attention)
+    model = build_model(
+        config.model,
+        param_dtype=config.precision.params,
+        compute_dtype=config.precision.compute,
+        remat=config.train.remat,
+        attention_backend=config.kernels.attention,
+    )
     optimizer = make_optimizer(config.optimizer, config.precision, config.train.steps, model.specs)
     microbatch = config.train.global_batch_size // config.train.gradient_accumulation
-    layout = resolve(sizes, config.sharding, model.specs, optimizer.specs,
-                     model.activations(microbatch, config.data.sequence_length))
+    layout = resolve(
+        sizes, config.sharding, model.specs, optimizer.specs, model.activations(microbatch, config.data.sequence_length)
+    )
     return Job(config, model, optimizer, layout)

@@ -26,6 +26,7 @@ IN_FLIGHT = 2
 @dataclasses.dataclass
 class Clock:
     """Seconds of training since the last logged step, without evaluation, sampling and waiting for saves."""
+
     since: float = dataclasses.field(default_factory=time.perf_counter)
     steps: int = 0
 
@@ -47,9 +48,22 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def run_loop(job: Job, train_step: Callable, state: Any, feed: Any, *, start: int, stop_at: int, recorder: Any,
-             checkpoints: Checkpoints, about: Callable[[int], dict], evaluate: Callable | None, sample: Callable | None,
-             profile: Any, stop: StopFlag) -> Any:
+def run_loop(
+    job: Job,
+    train_step: Callable,
+    state: Any,
+    feed: Any,
+    *,
+    start: int,
+    stop_at: int,
+    recorder: Any,
+    checkpoints: Checkpoints,
+    about: Callable[[int], dict],
+    evaluate: Callable | None,
+    sample: Callable | None,
+    profile: Any,
+    stop: StopFlag,
+) -> Any:
     """Trains from step `start` to `stop_at` and saves.
 
     Args:
@@ -81,19 +95,29 @@ def run_loop(job: Job, train_step: Callable, state: Any, feed: Any, *, start: in
         steps, seconds = clock.steps, clock.lap()
         tokens_per_second = batch_tokens / seconds
         if write:
-            recorder.row({"step": step, "loss": numbers["loss"], "grad_norm": numbers["grad_norm"],
-                          "learning_rate": numbers["learning_rate"], "tokens": step * batch_tokens,
-                          "tokens_per_second": tokens_per_second, "step_seconds": seconds,
-                          "mfu": tokens_per_second * flops_per_token / (peak * jax.device_count()) if peak else None,
-                          "input_wait_seconds": (feed.wait_seconds - waited) / max(steps, 1), "skipped": numbers["skipped"],
-                          **({"loss_scale": numbers["loss_scale"]} if "loss_scale" in numbers else {})})
+            recorder.row(
+                {
+                    "step": step,
+                    "loss": numbers["loss"],
+                    "grad_norm": numbers["grad_norm"],
+                    "learning_rate": numbers["learning_rate"],
+                    "tokens": step * batch_tokens,
+                    "tokens_per_second": tokens_per_second,
+                    "step_seconds": seconds,
+                    "mfu": tokens_per_second * flops_per_token / (peak * jax.device_count()) if peak else None,
+                    "input_wait_seconds": (feed.wait_seconds - waited) / max(steps, 1),
+                    "skipped": numbers["skipped"],
+                    **({"loss_scale": numbers["loss_scale"]} if "loss_scale" in numbers else {}),
+                }
+            )
         waited = feed.wait_seconds
         if config.stops_on_nonfinite and numbers["bad_step"] >= 0:
             saved = checkpoints.steps()
             raise RunError(
                 f"loss or gradients were not finite at step {numbers['bad_step']} (config.faults.on_nonfinite = 'stop'). "
                 f"Nothing was saved since; the newest checkpoint is {f'step {saved[-1]}' if saved else 'none'}. "
-                "Lower config.optimizer.learning_rate, look at the data of that step, or set config.faults.on_nonfinite = 'skip'.")
+                "Lower config.optimizer.learning_rate, look at the data of that step, or set config.faults.on_nonfinite = 'skip'."
+            )
 
     def look(step: int) -> None:
         """Evaluation and a text sample of the state after `step`."""
@@ -111,7 +135,7 @@ def run_loop(job: Job, train_step: Callable, state: Any, feed: Any, *, start: in
             jax.block_until_ready(in_flight.popleft())
         if profile.after(step, lambda: jax.block_until_ready(metrics)):
             recorder.line(f"step {step}: profiler trace written")
-        reason = stop.reason                   # read once: a signal that comes later ends the next step
+        reason = stop.reason  # read once: a signal that comes later ends the next step
         ends = step == stop_at or reason is not None
         logs = train.log_every > 0 and (step == start + 1 or ends or is_due(step, train.log_every))
         saves = ends or is_due(step, config.checkpoint.every)

@@ -17,7 +17,9 @@ from partitioning.declaration import DeclarationError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say which parameters to open."""
     parser.add_argument("source", metavar="SOURCE", help="a run directory or one of its checkpoints")
-    parser.add_argument("--step", default="latest", metavar="N|latest|best", help="which checkpoint (best: lowest eval_loss in metrics.jsonl)")
+    parser.add_argument(
+        "--step", default="latest", metavar="N|latest|best", help="which checkpoint (best: lowest eval_loss in metrics.jsonl)"
+    )
 
 
 def open_config(flags: argparse.Namespace) -> tuple[pathlib.Path, int, Config]:
@@ -29,6 +31,7 @@ def open_config(flags: argparse.Namespace) -> tuple[pathlib.Path, int, Config]:
     path, step = find_source(flags.source)
     config = load_config(str(path / "config.json"), flags.overrides)
     import jax
+
     if not any(key.startswith("mesh.") for key, _ in flags.overrides) and not fits(config.mesh, jax.device_count()):
         print(f"the run's mesh does not fit {jax.device_count()} device(s); using fsdp={jax.device_count()}", file=sys.stderr)
         config = dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=jax.device_count()))
@@ -37,6 +40,7 @@ def open_config(flags: argparse.Namespace) -> tuple[pathlib.Path, int, Config]:
 
 def fits(mesh: MeshConfig, num_devices: int) -> bool:
     from partitioning import resolve_sizes
+
     try:
         resolve_sizes(mesh, num_devices)
     except DeclarationError:
@@ -56,8 +60,10 @@ def choose_step(path: pathlib.Path, wanted: str) -> int:
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
         scored = {row["step"]: row["eval_loss"] for row in rows if row.get("eval_loss") is not None and row["step"] in steps}
         if not scored:
-            raise DeclarationError(f"--step=best: none of the saved steps ({', '.join(map(str, steps))}) has an eval_loss in "
-                                   f"{path / 'metrics.jsonl'}; give a number or latest.")
+            raise DeclarationError(
+                f"--step=best: none of the saved steps ({', '.join(map(str, steps))}) has an eval_loss in "
+                f"{path / 'metrics.jsonl'}; give a number or latest."
+            )
         return min(scored, key=scored.get)
     if not wanted.isdigit() or int(wanted) not in steps:
         raise DeclarationError(f"--step={wanted}: expected latest, best or one of the saved steps: {', '.join(map(str, steps))}.")

@@ -1,9 +1,9 @@
 """A run directory: where it is, which configuration it was started with, and what a resume may change.
 
-    config.json       the resolved configuration, which `--config` reads again
-    metrics.jsonl     one JSON object per logged step
-    checkpoints/      one folder per saved step
-    tensorboard/, sharding.txt
+config.json       the resolved configuration, which `--config` reads again
+metrics.jsonl     one JSON object per logged step
+checkpoints/      one folder per saved step
+tensorboard/, sharding.txt
 """
 
 import json
@@ -16,8 +16,23 @@ from jaxlm.config import Config, to_config, to_dict
 from partitioning.declaration import DeclarationError
 
 # A resume is free to change these: none of them changes what is computed.
-FREE = ("mesh", "sharding", "kernels", "log", "checkpoint", "distributed", "train.steps", "train.stop_at", "train.log_every",
-        "train.eval_every", "train.eval_steps", "train.sample_every", "train.sample_prompt", "train.remat", "model.scan_layers")
+FREE = (
+    "mesh",
+    "sharding",
+    "kernels",
+    "log",
+    "checkpoint",
+    "distributed",
+    "train.steps",
+    "train.stop_at",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_steps",
+    "train.sample_every",
+    "train.sample_prompt",
+    "train.remat",
+    "model.scan_layers",
+)
 # Of the model's keys, those that a user may change knowingly; any other makes another model.
 CHANGEABLE_MODEL = ("model.dropout", "model.max_positions")
 
@@ -53,12 +68,13 @@ def load_saved_config(workdir: pathlib.Path) -> Config | None:
         return None
     try:
         return to_config(json.loads(path.read_text("utf-8")))
-    except ValueError as error:                # not JSON, or not of this version's keys
+    except ValueError as error:  # not JSON, or not of this version's keys
         raise DeclarationError(f"{path} cannot be read: {error}") from None
 
 
 def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """(key, old value, new value) of every leaf that differs."""
+
     def walk(a, b, prefix):
         for name in a:
             key = f"{prefix}{name}"
@@ -66,6 +82,7 @@ def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
                 yield from walk(a[name], b[name], key + ".")
             elif a[name] != b[name]:
                 yield key, a[name], b[name]
+
     return list(walk(to_dict(old), to_dict(new), ""))
 
 
@@ -80,14 +97,22 @@ def check_resume(workdir: pathlib.Path, old: Config, new: Config, allow_change: 
     """
     changed = differences(old, new)
     lines = [f"config.{key}: {a!r} -> {b!r}" for key, a, b in changed]
-    model = [line for line, (key, *_) in zip(lines, changed, strict=True)
-             if key.startswith("model.") and key not in FREE + CHANGEABLE_MODEL]
+    model = [
+        line
+        for line, (key, *_) in zip(lines, changed, strict=True)
+        if key.startswith("model.") and key not in FREE + CHANGEABLE_MODEL
+    ]
     if model:
-        raise DeclarationError(f"{workdir} belongs to another model:\n  " + "\n  ".join(model)
-                               + "\nUse another --workdir, or the model that this run was started with.")
-    guarded = [line for line, (key, *_) in zip(lines, changed, strict=True)
-               if key not in FREE and key.split(".")[0] not in FREE]
+        raise DeclarationError(
+            f"{workdir} belongs to another model:\n  "
+            + "\n  ".join(model)
+            + "\nUse another --workdir, or the model that this run was started with."
+        )
+    guarded = [line for line, (key, *_) in zip(lines, changed, strict=True) if key not in FREE and key.split(".")[0] not in FREE]
     if guarded and not allow_change:
-        raise DeclarationError(f"{workdir} was started with other values of keys that change the result:\n  " + "\n  ".join(guarded)
-                               + "\nTake them back, use another --workdir, or pass --allow_change to go on with the new ones.")
+        raise DeclarationError(
+            f"{workdir} was started with other values of keys that change the result:\n  "
+            + "\n  ".join(guarded)
+            + "\nTake them back, use another --workdir, or pass --allow_change to go on with the new ones."
+        )
     return lines

@@ -14,7 +14,9 @@ class StopFlag:
     def _on_signal(self, number, frame):
         del frame
         self.reason = signal.Signals(number).name
-        print(f"{self.reason}: finishing this step, then saving (a second {self.reason} stops at once)", file=sys.stderr, flush=True)
+        print(
+            f"{self.reason}: finishing this step, then saving (a second {self.reason} stops at once)", file=sys.stderr, flush=True
+        )
         self._restore()
 
     def _restore(self):

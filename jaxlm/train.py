@@ -24,6 +24,7 @@ def main(flags: argparse.Namespace) -> int:
     workdir, config, changes = settle(flags)
     from jaxlm import distributed, xla_flags
     import jax
+
     flag_line = xla_flags.apply(jax.config.jax_platforms)
     distributed.initialize(config.distributed)
     say = print if jax.process_index() == 0 else (lambda *_: None)
@@ -35,13 +36,16 @@ def main(flags: argparse.Namespace) -> int:
 
     from jaxlm.data import open_data
     from jaxlm.job import build_job
+
     data = open_data(config.data, config.model.vocab_size)
     job = build_job(config, jax.device_count()).on_devices()
     stop_at = min(config.train.stop_at or config.train.steps, config.train.steps)
     start = newest_step(workdir)
     if start >= stop_at:
-        say(f"this run is finished: its newest checkpoint is of step {start}, and it was to stop at {stop_at}. "
-            "To go on, raise --config.train.steps.")
+        say(
+            f"this run is finished: its newest checkpoint is of step {start}, and it was to stop at {stop_at}. "
+            "To go on, raise --config.train.steps."
+        )
         return 0
     source = weights_source(config, start)
     for line in opening_lines(job, data, start, stop_at, source):
@@ -65,8 +69,10 @@ def settle(flags: argparse.Namespace) -> tuple[pathlib.Path, Config, list[str]]:
         raise DeclarationError(f"--workdir={workdir} is a file; give a directory.")
     old = load_saved_config(workdir)
     if old is None and saved_steps(workdir):
-        raise DeclarationError(f"{workdir} has checkpoints but no config.json, so nothing says which model they are of; "
-                               "put the file back, or use another --workdir.")
+        raise DeclarationError(
+            f"{workdir} has checkpoints but no config.json, so nothing says which model they are of; "
+            "put the file back, or use another --workdir."
+        )
     return workdir, config, check_resume(workdir, old, config, flags.allow_change) if old else []
 
 
@@ -78,8 +84,10 @@ def newest_step(workdir: pathlib.Path) -> int:
     reader = Checkpoints(workdir / "checkpoints", read_only=True)
     steps = reader.steps()
     if not steps:
-        raise RunError(f"{workdir / 'checkpoints'} holds {', '.join(names)}, but none of them is complete. Nothing was touched; "
-                       "move them away to start anew.")
+        raise RunError(
+            f"{workdir / 'checkpoints'} holds {', '.join(names)}, but none of them is complete. Nothing was touched; "
+            "move them away to start anew."
+        )
     return steps[-1]
 
 
@@ -98,15 +106,19 @@ def opening_lines(job: Any, data: Any, start: int, stop_at: int, source: str) ->
     import jax
 
     from jaxlm.models import count_parameters
+
     config, layout = job.config, job.layout
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "one device"
     state = sum(row.bytes_per_device for row in layout.rows if row.kind in ("params", "optimizer"))
     device = jax.devices()[0]
-    lines = [f"devices: {jax.device_count()} x {device.device_kind} ({device.platform}), mesh: {axes}",
-             f"model: {count_parameters(job.model.specs):,} parameters, state {state / 2**20:,.1f} MiB per device",
-             f"batch: {config.train.global_batch_size} x {config.data.sequence_length} = "
-             f"{config.train.global_batch_size * config.data.sequence_length:,} tokens per step, steps {start + 1} to {stop_at}",
-             *(f"data: {line}" for line in data.lines()), f"weights: {source}"]
+    lines = [
+        f"devices: {jax.device_count()} x {device.device_kind} ({device.platform}), mesh: {axes}",
+        f"model: {count_parameters(job.model.specs):,} parameters, state {state / 2**20:,.1f} MiB per device",
+        f"batch: {config.train.global_batch_size} x {config.data.sequence_length} = "
+        f"{config.train.global_batch_size * config.data.sequence_length:,} tokens per step, steps {start + 1} to {stop_at}",
+        *(f"data: {line}" for line in data.lines()),
+        f"weights: {source}",
+    ]
     return lines + [f"note: {note}" for note in layout.notes]
 
 
@@ -120,28 +132,48 @@ def train(job: Any, data: Any, workdir: pathlib.Path, start: int, stop_at: int) 
     from jaxlm.loop import run_loop
     from jaxlm.signals import StopFlag
     from partitioning import text
+
     config, is_main = job.config, jax.process_index() == 0
     train_step = in_background(lambda: compile_train_step(job))
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous)
     state = initial_state(job, checkpoints, start)
-    if is_main:                                # after the restore: a run that cannot go on is left as it was
+    if is_main:  # after the restore: a run that cannot go on is left as it was
         save_config(workdir, config)
         (workdir / "sharding.txt").write_text(text(job.layout) + "\n", "utf-8")
     shardings = job.batch_shardings()
-    batches = train_batches(data.train, batch_size=config.train.global_batch_size, seed=config.data.seed, start_step=start,
-                            rows=rows_of(shardings["inputs"], config.train.global_batch_size))
+    batches = train_batches(
+        data.train,
+        batch_size=config.train.global_batch_size,
+        seed=config.data.seed,
+        start_step=start,
+        rows=rows_of(shardings["inputs"], config.train.global_batch_size),
+    )
     evaluate = make_evaluate_or_none(job, data)
     sample = make_sample(job, data) if config.train.sample_every else None
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
-        recorder = stack.enter_context(Recorder(workdir, config.log, total_steps=stop_at, start_step=start,
-                                                is_main=is_main, run_config=to_dict(config)))
+        recorder = stack.enter_context(
+            Recorder(workdir, config.log, total_steps=stop_at, start_step=start, is_main=is_main, run_config=to_dict(config))
+        )
         feed = stack.enter_context(place(batches, shardings))
         profile = ProfileWindow.declared(config.log.profile_steps, workdir / "profile")
         stack.callback(profile.close)
         stop = stack.enter_context(StopFlag())
-        run_loop(job, train_step(), state, feed, start=start, stop_at=stop_at, recorder=recorder, checkpoints=checkpoints,
-                 about=lambda step: about(job, data, step), evaluate=evaluate, sample=sample, profile=profile, stop=stop)
+        run_loop(
+            job,
+            train_step(),
+            state,
+            feed,
+            start=start,
+            stop_at=stop_at,
+            recorder=recorder,
+            checkpoints=checkpoints,
+            about=lambda step: about(job, data, step),
+            evaluate=evaluate,
+            sample=sample,
+            profile=profile,
+            stop=stop,
+        )
 
 
 def compile_train_step(job: Any) -> Any:
@@ -149,6 +181,7 @@ def compile_train_step(job: Any) -> Any:
     import jax
 
     from jaxlm.train_step import make_train_step
+
     step = make_train_step(job.config, job.model, job.optimizer, job.layout)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(job.shardings(), None))
     return jitted.lower(job.abstract_state(), job.abstract_batch()).compile()
@@ -157,6 +190,7 @@ def compile_train_step(job: Any) -> Any:
 def initial_state(job: Any, checkpoints: Checkpoints, start: int) -> Any:
     """The state that training starts from: the run's own checkpoint, else restore_from, else random."""
     import jax
+
     if start:
         return checkpoints.restore(start, job.abstract_state())
     state = jax.jit(job.initial_state, out_shardings=job.shardings())(jax.random.key(job.config.train.seed))
@@ -177,24 +211,33 @@ def initial_state(job: Any, checkpoints: Checkpoints, start: int) -> Any:
 
 def about(job: Any, data: Any, step: int) -> dict[str, Any]:
     """What is saved beside the arrays. The data position is the number of batches taken: their order is a function of it."""
-    return {"format": FORMAT, "step": step, "config": to_dict(job.config), "mesh": dict(job.layout.sizes),
-            "data": {"next_batch": step, "seed": job.config.data.seed, **data.facts}}
+    return {
+        "format": FORMAT,
+        "step": step,
+        "config": to_dict(job.config),
+        "mesh": dict(job.layout.sizes),
+        "data": {"next_batch": step, "seed": job.config.data.seed, **data.facts},
+    }
 
 
 def make_evaluate_or_none(job: Any, data: Any) -> Any:
     from jaxlm.evaluation import make_evaluate
+
     return make_evaluate(job, data.eval) if data.eval is not None else None
 
 
 def make_sample(job: Any, data: Any) -> Any:
     """A function of the parameters that continues config.train.sample_prompt."""
     from jaxlm.sampling import Sampler, generation_layout
+
     sampler = Sampler(job.model, generation_layout(job))
     prompt = data.tokenizer.encode(job.config.train.sample_prompt)
 
     def sample(params) -> str:
-        return data.tokenizer.decode(list(sampler.generate(params, prompt, max_new_tokens=128, temperature=0.8, seed=0,
-                                                           eos_id=data.tokenizer.eos_id)))
+        return data.tokenizer.decode(
+            list(sampler.generate(params, prompt, max_new_tokens=128, temperature=0.8, seed=0, eos_id=data.tokenizer.eos_id))
+        )
+
     return sample
 
 
@@ -202,6 +245,7 @@ def make_sample(job: Any, data: Any) -> Any:
 def out_of_memory_explained(job: Any):
     """Turns XLA's page about memory into what was asked for, by which arrays, and what to change."""
     import jax
+
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -209,9 +253,11 @@ def out_of_memory_explained(job: Any):
             raise
         largest = sorted(job.layout.rows, key=lambda row: -row.bytes_per_device)[:5]
         arrays = "\n".join(f"  {row.kind}/{row.path}: {row.bytes_per_device / 2**20:,.1f} MiB per device" for row in largest)
-        raise RunError(f"out of memory on a device: {str(error).splitlines()[0][:200]}\nlargest arrays of the state:\n{arrays}\n"
-                       "Raise config.train.gradient_accumulation, lower config.train.global_batch_size or config.data.sequence_length, "
-                       "set config.train.remat = 'full', or shard over more devices (config.mesh.fsdp).") from error
+        raise RunError(
+            f"out of memory on a device: {str(error).splitlines()[0][:200]}\nlargest arrays of the state:\n{arrays}\n"
+            "Raise config.train.gradient_accumulation, lower config.train.global_batch_size or config.data.sequence_length, "
+            "set config.train.remat = 'full', or shard over more devices (config.mesh.fsdp)."
+        ) from error
 
 
 def resume_command(flags: argparse.Namespace, workdir: pathlib.Path) -> str:

@@ -97,8 +97,7 @@ def _convert(annotation: Any, value: Any, key: str) -> Any:
         return read(annotation, value, key)
     converted, ok = _match(annotation, value)
     if not ok:
-        raise DeclarationError(
-            f"{key} = {value!r} has type {type(value).__name__}; expected {type_name(annotation)}.")
+        raise DeclarationError(f"{key} = {value!r} has type {type(value).__name__}; expected {type_name(annotation)}.")
     return converted
 
 
@@ -139,7 +138,7 @@ def _match(annotation: Any, value: Any) -> tuple[Any, bool]:
         if not args:
             return (tuple(value), True) if isinstance(value, (list, tuple)) else (value, False)
         if not isinstance(value, (list, tuple)):
-            value = (value,)                   # 'tensor' means ('tensor',)
+            value = (value,)  # 'tensor' means ('tensor',)
         variadic = len(args) == 2 and args[1] is Ellipsis
         if not variadic and len(value) != len(args):
             return value, False
@@ -161,12 +160,18 @@ def _check_range(metadata: Mapping, value: Any, key: str) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         choices = metadata.get("choices")
         if choices is not None and item is not None and item not in choices:
-            raise DeclarationError(f"{key} = {item!r} is not one of: {', '.join(map(str, choices))}"
-                                   + (f"; {nearest(item, choices)}" if isinstance(item, str) else "."))
+            raise DeclarationError(
+                f"{key} = {item!r} is not one of: {', '.join(map(str, choices))}"
+                + (f"; {nearest(item, choices)}" if isinstance(item, str) else ".")
+            )
         if not isinstance(item, (int, float)) or isinstance(item, bool):
             continue
-        for bound, fits, words in (("at_least", lambda v, b: v >= b, "at least"), ("above", lambda v, b: v > b, "above"),
-                                   ("at_most", lambda v, b: v <= b, "at most"), ("below", lambda v, b: v < b, "below")):
+        for bound, fits, words in (
+            ("at_least", lambda v, b: v >= b, "at least"),
+            ("above", lambda v, b: v > b, "above"),
+            ("at_most", lambda v, b: v <= b, "at most"),
+            ("below", lambda v, b: v < b, "below"),
+        ):
             limit = metadata.get(bound)
             if limit is not None and not fits(item, limit):
                 raise DeclarationError(f"{key} = {item!r} is out of range; expected a value {words} {limit}.")
@@ -202,7 +207,7 @@ def _readings(text: str, options) -> Iterator[Any]:
         value = ast.literal_eval(text)
         yield value
         if int in options and isinstance(value, float) and value.is_integer():
-            yield int(value)                   # 1e6 steps
+            yield int(value)  # 1e6 steps
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         pass
     if any(typing.get_origin(o) is tuple for o in options) and "," in text:
@@ -222,6 +227,7 @@ def _scalar(text: str) -> Any:
 @dataclasses.dataclass(frozen=True)
 class Key:
     """One configurable value: its dotted name, type, default and meaning."""
+
     name: str
     type: str
     default: Any
@@ -257,14 +263,17 @@ def annotation_of(cls: type, dotted: str, key: str = "config") -> tuple[Any, tup
         if dataclasses.is_dataclass(annotation):
             annotations = field_types(annotation)
             if part not in annotations:
-                raise DeclarationError(f"unknown key {key}.{'.'.join(parts[:i + 1])}: {nearest(part, annotations, 'key')}")
+                raise DeclarationError(f"unknown key {key}.{'.'.join(parts[: i + 1])}: {nearest(part, annotations, 'key')}")
             annotation = annotations[part]
             continue
-        options = typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else (annotation,)
+        options = (
+            typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else (annotation,)
+        )
         dicts = [o for o in options if o is dict or typing.get_origin(o) is dict]
         if not dicts:
-            raise DeclarationError(f"{key}.{'.'.join(parts[:i])} is a single value ({type_name(annotation)}); "
-                                   f"it has no key {part!r}.")
+            raise DeclarationError(
+                f"{key}.{'.'.join(parts[:i])} is a single value ({type_name(annotation)}); it has no key {part!r}."
+            )
         args = typing.get_args(dicts[0])
         return (args[1] if args and i == len(parts) - 1 else Any), tuple(parts[i:])
     return annotation, ()

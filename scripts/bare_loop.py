@@ -31,11 +31,22 @@ DIM, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, LENGTH, BATCH = 512, 8, 4, 64, 1408,
 mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 # name: (shape without the layer, fan-in, mesh axis of each dim)
-LAYER = {"q": ((DIM, HEADS, HEAD_DIM), DIM, ("fsdp", "tensor", None)), "k": ((DIM, KV_HEADS, HEAD_DIM), DIM, ("fsdp", "tensor", None)),
-         "v": ((DIM, KV_HEADS, HEAD_DIM), DIM, ("fsdp", "tensor", None)), "o": ((HEADS, HEAD_DIM, DIM), DIM, ("tensor", None, "fsdp")),
-         "gate": ((DIM, MLP), DIM, ("fsdp", "tensor")), "up": ((DIM, MLP), DIM, ("fsdp", "tensor")),
-         "down": ((MLP, DIM), MLP, ("tensor", "fsdp")), "norm1": ((DIM,), None, (None,)), "norm2": ((DIM,), None, (None,))}
-OUTER = {"embed": ((VOCAB, DIM), DIM, ("tensor", "fsdp")), "head": ((DIM, VOCAB), DIM, ("fsdp", "tensor")), "norm": ((DIM,), None, (None,))}
+LAYER = {
+    "q": ((DIM, HEADS, HEAD_DIM), DIM, ("fsdp", "tensor", None)),
+    "k": ((DIM, KV_HEADS, HEAD_DIM), DIM, ("fsdp", "tensor", None)),
+    "v": ((DIM, KV_HEADS, HEAD_DIM), DIM, ("fsdp", "tensor", None)),
+    "o": ((HEADS, HEAD_DIM, DIM), DIM, ("tensor", None, "fsdp")),
+    "gate": ((DIM, MLP), DIM, ("fsdp", "tensor")),
+    "up": ((DIM, MLP), DIM, ("fsdp", "tensor")),
+    "down": ((MLP, DIM), MLP, ("tensor", "fsdp")),
+    "norm1": ((DIM,), None, (None,)),
+    "norm2": ((DIM,), None, (None,)),
+}
+OUTER = {
+    "embed": ((VOCAB, DIM), DIM, ("tensor", "fsdp")),
+    "head": ((DIM, VOCAB), DIM, ("fsdp", "tensor")),
+    "norm": ((DIM,), None, (None,)),
+}
 FORMS = {**OUTER, **{f"layer.{n}": ((flags.layers, *shape), fan, (None, *axes)) for n, (shape, fan, axes) in LAYER.items()}}
 SHARDINGS = {name: NamedSharding(mesh, PartitionSpec(*axes)) for name, (_, _, axes) in FORMS.items()}
 TOKENS = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
@@ -44,7 +55,7 @@ TOKENS = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
 def init(key):
     out = {}
     for i, (name, (shape, fan, _)) in enumerate(FORMS.items()):
-        out[name] = jnp.ones(shape) if fan is None else jax.random.normal(jax.random.fold_in(key, i), shape) * fan ** -0.5
+        out[name] = jnp.ones(shape) if fan is None else jax.random.normal(jax.random.fold_in(key, i), shape) * fan**-0.5
     return out
 
 
@@ -73,8 +84,11 @@ def block(x, w):
     return batch_split(x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"])
 
 
-POLICIES = {"none": lambda f: f, "full": jax.checkpoint,
-            "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)}
+POLICIES = {
+    "none": lambda f: f,
+    "full": jax.checkpoint,
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+}
 
 
 def loss_of(params, tokens):
@@ -108,7 +122,9 @@ def process_start():
 
 replicated = NamedSharding(mesh, PartitionSpec())
 shapes = jax.eval_shape(start, jax.random.key(0))
-state_shardings = optax.tree_map_params(optimizer, lambda _, s: s, shapes[1], SHARDINGS, transform_non_params=lambda _: replicated)
+state_shardings = optax.tree_map_params(
+    optimizer, lambda _, s: s, shapes[1], SHARDINGS, transform_non_params=lambda _: replicated
+)
 params, state = jax.jit(start, out_shardings=(SHARDINGS, state_shardings))(jax.random.key(0))
 rng = np.random.default_rng(0)
 seconds, first_loss_at = [], None

@@ -32,21 +32,43 @@ def run_trainer(flags, layers: int) -> dict:
     """One run of the training command; the time to the first loss is that of its first row on the console."""
     sizes = dict(zip(("data", "fsdp", "tensor"), flags.mesh.split(","), strict=True)) if flags.mesh else {}
     with tempfile.TemporaryDirectory() as folder:
-        keys = {**{f"model.{k}": v for k, v in MODEL.items()}, "model.num_layers": layers, "model.max_positions": 512,
-                "data.sequence_length": 512, "data.eval_fraction": 0.0, "train.global_batch_size": 8, "train.steps": flags.steps,
-                "train.log_every": 1, "train.remat": flags.remat, "optimizer.learning_rate": 3e-4, "optimizer.name": "adamw",
-                "optimizer.schedule": "constant", "model.dropout": 0.0, "model.qk_norm": False, "model.activation": "swiglu",
-                "model.tie_embeddings": False, "log.tensorboard": False,
-                "checkpoint.every": 0, **{f"mesh.{axis}": size for axis, size in sizes.items()}}
+        keys = {
+            **{f"model.{k}": v for k, v in MODEL.items()},
+            "model.num_layers": layers,
+            "model.max_positions": 512,
+            "data.sequence_length": 512,
+            "data.eval_fraction": 0.0,
+            "train.global_batch_size": 8,
+            "train.steps": flags.steps,
+            "train.log_every": 1,
+            "train.remat": flags.remat,
+            "optimizer.learning_rate": 3e-4,
+            "optimizer.name": "adamw",
+            "optimizer.schedule": "constant",
+            "model.dropout": 0.0,
+            "model.qk_norm": False,
+            "model.activation": "swiglu",
+            "model.tie_embeddings": False,
+            "log.tensorboard": False,
+            "checkpoint.every": 0,
+            **{f"mesh.{axis}": size for axis, size in sizes.items()},
+        }
         devices = [f"--simulate_devices={int(sizes['data']) * int(sizes['fsdp']) * int(sizes['tensor'])}"] if sizes else []
-        command = [sys.executable, "-m", "jaxlm.train", "--config=shakespeare", f"--workdir={folder}/run", *devices,
-                   *(f"--config.{key}={value}" for key, value in keys.items())]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxlm.train",
+            "--config=shakespeare",
+            f"--workdir={folder}/run",
+            *devices,
+            *(f"--config.{key}={value}" for key, value in keys.items()),
+        ]
         began, first = time.time(), None
         process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if first is None and line.startswith("step 1 ") or line.startswith("step 1/"):
+            if line.startswith("step 1/"):
                 first = time.time() - began
         if process.wait():
             raise SystemExit("the trainer failed:\n" + "".join(lines))
@@ -55,8 +77,16 @@ def run_trainer(flags, layers: int) -> dict:
 
 
 def run_bare(flags, layers: int) -> dict:
-    command = [sys.executable, str(HERE / "bare_loop.py"), f"--layers={layers}", f"--steps={flags.steps}", f"--remat={flags.remat}"]
-    out = subprocess.run(command + ([f"--mesh={flags.mesh}"] if flags.mesh else []), env=environment(), capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(HERE / "bare_loop.py"),
+        f"--layers={layers}",
+        f"--steps={flags.steps}",
+        f"--remat={flags.remat}",
+    ]
+    out = subprocess.run(
+        command + ([f"--mesh={flags.mesh}"] if flags.mesh else []), env=environment(), capture_output=True, text=True
+    )
     if out.returncode:
         raise SystemExit("the bare loop failed:\n" + out.stderr)
     return json.loads(out.stdout.splitlines()[-1])
@@ -64,13 +94,19 @@ def run_bare(flags, layers: int) -> dict:
 
 def compile_seconds(layers: int, remat: str) -> float:
     """Seconds to trace, lower and compile the trainer's step at a depth."""
-    code = ("import time, jax; from jaxlm.commandline import load_config; from jaxlm.job import build_job; "
-            "from jaxlm.train import compile_train_step\n"
-            f"over = [('model.num_layers', '{layers}'), ('train.remat', '{remat}'), ('train.global_batch_size', '8'), "
-            f"('data.sequence_length', '512')] + [('model.' + k, str(v)) for k, v in {MODEL}.items()]\n"
-            "job = build_job(load_config('shakespeare', over), 1).on_devices()\n"
-            "start = time.perf_counter(); compile_train_step(job); print(time.perf_counter() - start)")
-    return float(subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True).stdout.split()[-1])
+    code = (
+        "import time, jax; from jaxlm.commandline import load_config; from jaxlm.job import build_job; "
+        "from jaxlm.train import compile_train_step\n"
+        f"over = [('model.num_layers', '{layers}'), ('train.remat', '{remat}'), ('train.global_batch_size', '8'), "
+        f"('data.sequence_length', '512')] + [('model.' + k, str(v)) for k, v in {MODEL}.items()]\n"
+        "job = build_job(load_config('shakespeare', over), 1).on_devices()\n"
+        "start = time.perf_counter(); compile_train_step(job); print(time.perf_counter() - start)"
+    )
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+        ).stdout.split()[-1]
+    )
 
 
 def main():
@@ -85,21 +121,29 @@ def main():
     if flags.depth:
         pairs = [(compile_seconds(8, flags.remat), compile_seconds(32, flags.remat)) for _ in range(flags.rounds)]
         shallow, deep = (statistics.median(p[i] for p in pairs) for i in (0, 1))
-        print(f"compile, 8 layers: {shallow:.2f} s; 32 layers: {deep:.2f} s; ratio {statistics.median(b / a for a, b in pairs):.3f}")
+        print(
+            f"compile, 8 layers: {shallow:.2f} s; 32 layers: {deep:.2f} s; ratio {statistics.median(b / a for a, b in pairs):.3f}"
+        )
         return
     rounds = []
     for i in range(flags.rounds):
         # in turn first and second, so that a drift of the machine's speed favours neither
         order = (run_trainer, run_bare) if i % 2 == 0 else (run_bare, run_trainer)
         results = {run: run(flags, 8) for run in order}
-        step = {run: statistics.median(r["step_seconds"][flags.warmup:]) for run, r in results.items()}
+        step = {run: statistics.median(r["step_seconds"][flags.warmup :]) for run, r in results.items()}
         first = {run: r["first_loss_seconds"] for run, r in results.items()}
         rounds.append((step[run_trainer], step[run_bare], first[run_trainer], first[run_bare]))
-        print(f"round {i + 1}: step {step[run_trainer]:.3f} s against {step[run_bare]:.3f} s, "
-              f"first loss {first[run_trainer]:.1f} s against {first[run_bare]:.1f} s", flush=True)
+        print(
+            f"round {i + 1}: step {step[run_trainer]:.3f} s against {step[run_bare]:.3f} s, "
+            f"first loss {first[run_trainer]:.1f} s against {first[run_bare]:.1f} s",
+            flush=True,
+        )
     middle = [statistics.median(column) for column in zip(*rounds, strict=True)]
     print(f"step: trainer {middle[0]:.3f} s, bare {middle[1]:.3f} s, ratio {statistics.median(r[0] / r[1] for r in rounds):.3f}")
-    print(f"first loss: trainer {middle[2]:.1f} s, bare {middle[3]:.1f} s, ratio {statistics.median(r[2] / r[3] for r in rounds):.3f}")
+    print(
+        f"first loss: trainer {middle[2]:.1f} s, bare {middle[3]:.1f} s, "
+        f"ratio {statistics.median(r[2] / r[3] for r in rounds):.3f}"
+    )
 
 
 if __name__ == "__main__":

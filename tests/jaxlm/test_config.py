@@ -35,17 +35,20 @@ def test_every_key_has_a_meaning_of_one_line():
     assert all(key.name in commandline.config_help() for key in listed)
 
 
-@pytest.mark.parametrize("key, value, words", [
-    ("train__stpes", 5, ["config.train.stpes", "'steps'"]),
-    ("mesh__fsdp", "4", ["config.mesh.fsdp", "'4'", "str", "int"]),
-    ("train__steps", 2.5, ["config.train.steps", "2.5", "int"]),
-    ("train__steps", 0, ["config.train.steps", "0", "at least 1"]),
-    ("model__dropout", 1.0, ["config.model.dropout", "below 1"]),
-    ("model__norm", "layernrom", ["config.model.norm", "layernrom", "'layernorm'"]),
-    ("model__num_kv_heads", 3, ["num_kv_heads = 3", "num_heads = 4", "1, 2, 4"]),
-    ("train__gradient_accumulation", 3, ["global_batch_size = 16", "gradient_accumulation = 3"]),
-    ("data__sequence_length", 4096, ["sequence_length = 4096", "max_positions = 2048"]),
-])
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("train__stpes", 5, ["config.train.stpes", "'steps'"]),
+        ("mesh__fsdp", "4", ["config.mesh.fsdp", "'4'", "str", "int"]),
+        ("train__steps", 2.5, ["config.train.steps", "2.5", "int"]),
+        ("train__steps", 0, ["config.train.steps", "0", "at least 1"]),
+        ("model__dropout", 1.0, ["config.model.dropout", "below 1"]),
+        ("model__norm", "layernrom", ["config.model.norm", "layernrom", "'layernorm'"]),
+        ("model__num_kv_heads", 3, ["num_kv_heads = 3", "num_heads = 4", "1, 2, 4"]),
+        ("train__gradient_accumulation", 3, ["global_batch_size = 16", "gradient_accumulation = 3"]),
+        ("data__sequence_length", 4096, ["sequence_length = 4096", "max_positions = 2048"]),
+    ],
+)
 def test_a_wrong_value_names_the_key_the_value_and_the_way_out(key, value, words):
     with pytest.raises(DeclarationError) as error:
         with_(**{key: value})
@@ -53,13 +56,24 @@ def test_a_wrong_value_names_the_key_the_value_and_the_way_out(key, value, words
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("key, text, expected", [
-    ("train.steps", "1e3", 1000), ("optimizer.learning_rate", "3e-4", 3e-4), ("optimizer.learning_rate", "1", 1.0),
-    ("model.tie_embeddings", "true", True), ("model.head_dim", "None", None), ("model.window_pattern", "None,64", (None, 64)),
-    ("train.remat", "full", ("full",)), ("data.train", "a.txt,b.txt", ("a.txt", "b.txt")), ("data.train", "notes/*.txt", ("notes/*.txt",)),
-    ("sharding.zero_axes", "('data', 'fsdp')", ("data", "fsdp")), ("sharding.rules", "{'heads': None}", {"heads": None}),
-    ("train.sample_prompt", "12", "12"), ("optimizer.clip_norm", "None", None),
-])
+@pytest.mark.parametrize(
+    "key, text, expected",
+    [
+        ("train.steps", "1e3", 1000),
+        ("optimizer.learning_rate", "3e-4", 3e-4),
+        ("optimizer.learning_rate", "1", 1.0),
+        ("model.tie_embeddings", "true", True),
+        ("model.head_dim", "None", None),
+        ("model.window_pattern", "None,64", (None, 64)),
+        ("train.remat", "full", ("full",)),
+        ("data.train", "a.txt,b.txt", ("a.txt", "b.txt")),
+        ("data.train", "notes/*.txt", ("notes/*.txt",)),
+        ("sharding.zero_axes", "('data', 'fsdp')", ("data", "fsdp")),
+        ("sharding.rules", "{'heads': None}", {"heads": None}),
+        ("train.sample_prompt", "12", "12"),
+        ("optimizer.clip_norm", "None", None),
+    ],
+)
 def test_the_command_line_reads_values_by_their_declared_type(key, text, expected):
     section, name = key.split(".")
     value = getattr(getattr(override(key, text), section), name)
@@ -72,8 +86,17 @@ def test_an_entry_of_a_dict_can_be_set_alone():
     assert override("model.rope_scaling.factor", "8").model.rope_scaling == {"factor": 8}
 
 
-@pytest.mark.parametrize("key, text", [("train.steps", "many"), ("model.bias", "1"), ("trian.steps", "3"), ("train", "3"),
-                                       ("train.steps.more", "3"), ("model.window_pattern", "a,b")])
+@pytest.mark.parametrize(
+    "key, text",
+    [
+        ("train.steps", "many"),
+        ("model.bias", "1"),
+        ("trian.steps", "3"),
+        ("train", "3"),
+        ("train.steps.more", "3"),
+        ("model.window_pattern", "a,b"),
+    ],
+)
 def test_a_wrong_override_is_refused(key, text):
     with pytest.raises(DeclarationError, match=r"config\.tr|config\.model"):
         override(key, text)
@@ -87,8 +110,10 @@ def test_a_dict_assigned_to_a_section_merges_over_its_defaults():
 
 def test_a_config_file_that_fails_is_shown_with_its_line(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from jaxlm.config import default_config\ndef get_config():\n    config = default_config()\n"
-                    "    config.trian.steps = 3\n    return config\n")
+    file.write_text(
+        "from jaxlm.config import default_config\ndef get_config():\n    config = default_config()\n"
+        "    config.trian.steps = 3\n    return config\n"
+    )
     with pytest.raises(DeclarationError, match=r"mine\.py:4"):
         commandline.load_config(str(file))
     file.write_text("x = 1\n")
@@ -124,7 +149,9 @@ def test_a_resume_may_change_the_mesh_but_not_the_model(tmp_path):
         check_resume(tmp_path, old, with_(model__num_layers=2), True)
     with pytest.raises(DeclarationError, match=r"learning_rate: 0.001 -> 0.5(.|\n)*--allow_change"):
         check_resume(tmp_path, old, with_(optimizer__learning_rate=0.5), False)
-    assert check_resume(tmp_path, old, with_(optimizer__learning_rate=0.5), True) == ["config.optimizer.learning_rate: 0.001 -> 0.5"]
+    assert check_resume(tmp_path, old, with_(optimizer__learning_rate=0.5), True) == [
+        "config.optimizer.learning_rate: 0.001 -> 0.5"
+    ]
 
 
 def test_a_changed_entry_of_a_dict_is_a_difference():
@@ -139,11 +166,20 @@ def test_help_lists_commands_flags_and_configurations(capsys):
     assert stop.value.code == 0 and all(word in text for word in ("jaxlm.generate", "--simulate_devices", "shakespeare"))
 
 
-@pytest.mark.parametrize("raised, status", [(DeclarationError("x"), 2), (commandline.RunError("x"), 1), (commandline.Stopped("x"), 3),
-                                            (OSError(28, "No space left on device"), 1), (None, 0)])
+@pytest.mark.parametrize(
+    "raised, status",
+    [
+        (DeclarationError("x"), 2),
+        (commandline.RunError("x"), 1),
+        (commandline.Stopped("x"), 3),
+        (OSError(28, "No space left on device"), 1),
+        (None, 0),
+    ],
+)
 def test_each_kind_of_end_has_its_exit_status(raised, status, capsys):
     def main(flags):
         if raised:
             raise raised
+
     assert commandline.run(main, commandline.parser("jaxlm.train", "Trains."), []) == status
     assert "Traceback" not in capsys.readouterr().err

@@ -61,12 +61,28 @@ class Profile:
 def loop(stop, *, bad_step=-1, stop_at=20):
     class Job:
         config = to_config(tiny.get_config())
-    metrics = dict(loss=np.float32(1), grad_norm=np.float32(1), learning_rate=np.float32(1), skipped=np.int32(0), bad_step=np.int32(bad_step))
+
+    metrics = dict(
+        loss=np.float32(1), grad_norm=np.float32(1), learning_rate=np.float32(1), skipped=np.int32(0), bad_step=np.int32(bad_step)
+    )
     recorder, checkpoints = Recorder(), Checkpoints()
     error = None
     try:
-        run_loop(Job(), lambda state, batch: ({"params": {}}, metrics), {"params": {}}, Feed(), start=0, stop_at=stop_at, recorder=recorder,
-                 checkpoints=checkpoints, about=lambda step: {}, evaluate=None, sample=None, profile=Profile(), stop=stop)
+        run_loop(
+            Job(),
+            lambda state, batch: ({"params": {}}, metrics),
+            {"params": {}},
+            Feed(),
+            start=0,
+            stop_at=stop_at,
+            recorder=recorder,
+            checkpoints=checkpoints,
+            about=lambda step: {},
+            evaluate=None,
+            sample=None,
+            profile=Profile(),
+            stop=stop,
+        )
     except Exception as raised:  # noqa: BLE001 - what it raised is the result
         error = raised
     return error, recorder.rows, checkpoints.saved

@@ -77,7 +77,7 @@ def test_an_overflow_in_float16_halves_the_scale_and_leaves_the_state():
     state, metrics = step(state, batch_of(job))
     assert float(metrics["loss_scale"]) == 2.0**15 and int(metrics["skipped"]) == 0
     before = host(state)
-    state = {**state, "counters": {**state["counters"], "loss_scale": jnp.float32(2.0**40)}}      # overflows float16
+    state = {**state, "counters": {**state["counters"], "loss_scale": jnp.float32(2.0**40)}}  # overflows float16
     state, metrics = step(state, batch_of(job, 1))
     after = host(state)
     assert same_bits(after["params"], before["params"]) and same_bits(after["optimizer"], before["optimizer"])
@@ -105,17 +105,19 @@ def test_compute_in_fewer_bits_stays_near_float32_with_parameters_in_float32(com
 
 
 def test_each_kind_of_state_has_the_dtype_that_is_declared():
-    job, step = compiled(mesh__data=1, precision__params="bfloat16", precision__optimizer="bfloat16", precision__compute="bfloat16")
+    job, step = compiled(
+        mesh__data=1, precision__params="bfloat16", precision__optimizer="bfloat16", precision__compute="bfloat16"
+    )
     state, _ = step(state_of(job), batch_of(job))
     assert {x.dtype for x in jax.tree.leaves((state["params"], state["optimizer"]))} == {jnp.dtype("bfloat16")}
 
 
 def test_a_microbatch_without_targets_adds_nothing():
-    """Half of the rows have no targets; split so that one microbatch holds them all, the step is still that of the whole batch."""
+    """Half of the rows have no targets; with all of them in one microbatch, the step is still that of the whole batch."""
     job, step = compiled(mesh__data=1)
     split_job, split_step = compiled(mesh__data=1, train__gradient_accumulation=2)
     batch = batch_of(job, masked_rows=4)
-    order = np.array([0, 4, 1, 5, 2, 6, 3, 7])              # microbatch i takes every second row
+    order = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # microbatch i takes every second row
     shuffled = jax.device_put({name: np.asarray(x)[order] for name, x in batch.items()}, split_job.batch_shardings())
     _, expected = step(state_of(job), batch)
     _, metrics = split_step(state_of(split_job), shuffled)

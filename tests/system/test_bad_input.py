@@ -24,6 +24,7 @@ def refused(capsys, monkeypatch, tmp_path):
         message = capsys.readouterr().err
         assert status == 2, f"exit status {status}: {message}"
         return message
+
     return refuse
 
 
@@ -32,29 +33,32 @@ def tiny(*more):
     return (f"--config={TINY}", "--workdir=run", *more)
 
 
-@pytest.mark.parametrize("flag, words", [
-    ("--config.train.stpes=5", ["config.train.stpes", "did you mean 'steps'"]),
-    ("--config.train.steps=soon", ["config.train.steps", "'soon'", "int"]),
-    ("--config.train.steps=-1", ["config.train.steps = -1", "at least 1"]),
-    ("--config.data.train=nowhere.txt", ["nowhere.txt"]),
-    ("--config.data.train=nowhere/*.txt", ["nowhere/*.txt"]),
-    ("--config.data.tokenizer=nowhere.json", ["nowhere.json"]),
-    ("--config.model.vocab_size=200", ["257", "config.model.vocab_size = 200"]),
-    ("--config.data.sequence_length=1000000", ["1000000", "max_positions"]),
-    ("--config.mesh.fsdp=3", ["fsdp", "3", "8"]),
-    ("--config.mesh.tensor=8", ["kv_heads", "2", "tensor=8"]),
-    ("--config.mesh.tensor=4", ["kv_heads has size 2", "tensor=4", "kv_heads = None"]),
-    ("--config.mesh.pipe=2", ["pipe"]),
-    ("--config.mesh.expert=2", ["expert"]),
-    ("--config.sharding.rules.haeds=tensor", ["haeds", "heads"]),
-    ("--config.sharding.rules.mlp=tensr", ["tensr", "tensor"]),
-    ("--config.train.global_batch_size=4", ["batch", "4", "8"]),
-    ("--config.optimizer.decay_mask=kernels", ["decay_mask", "kernels"]),
-    ("--config.kernels.attention=flash", ["flash", "reference"]),
-    ("--config.train.remat=atention", ["remat", "'attention'"]),
-    ("--config.model.rope_scaling.kind=yarn", ["rope_scaling", "yarn", "llama3"]),
-    ("--config.checkpoint.restore_from=nowhere", ["nowhere"]),
-])
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--config.train.stpes=5", ["config.train.stpes", "did you mean 'steps'"]),
+        ("--config.train.steps=soon", ["config.train.steps", "'soon'", "int"]),
+        ("--config.train.steps=-1", ["config.train.steps = -1", "at least 1"]),
+        ("--config.data.train=nowhere.txt", ["nowhere.txt"]),
+        ("--config.data.train=nowhere/*.txt", ["nowhere/*.txt"]),
+        ("--config.data.tokenizer=nowhere.json", ["nowhere.json"]),
+        ("--config.model.vocab_size=200", ["257", "config.model.vocab_size = 200"]),
+        ("--config.data.sequence_length=1000000", ["1000000", "max_positions"]),
+        ("--config.mesh.fsdp=3", ["fsdp", "3", "8"]),
+        ("--config.mesh.tensor=8", ["kv_heads", "2", "tensor=8"]),
+        ("--config.mesh.tensor=4", ["kv_heads has size 2", "tensor=4", "kv_heads = None"]),
+        ("--config.mesh.pipe=2", ["pipe"]),
+        ("--config.mesh.expert=2", ["expert"]),
+        ("--config.sharding.rules.haeds=tensor", ["haeds", "heads"]),
+        ("--config.sharding.rules.mlp=tensr", ["tensr", "tensor"]),
+        ("--config.train.global_batch_size=4", ["batch", "4", "8"]),
+        ("--config.optimizer.decay_mask=kernels", ["decay_mask", "kernels"]),
+        ("--config.kernels.attention=flash", ["flash", "reference"]),
+        ("--config.train.remat=atention", ["remat", "'attention'"]),
+        ("--config.model.rope_scaling.kind=yarn", ["rope_scaling", "yarn", "llama3"]),
+        ("--config.checkpoint.restore_from=nowhere", ["nowhere"]),
+    ],
+)
 def test_a_wrong_value_is_answered_before_anything_compiles(flag, words, refused, tmp_path):
     message = refused("train", *tiny(flag))
     assert all(word in message for word in words), message
@@ -100,11 +104,14 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--config.model.num_layers=2"], ["another model", "config.model.num_layers: 4 -> 2"]),
-    (["--config.optimizer.learning_rate=0.5"], ["learning_rate: 0.002 -> 0.5", "--allow_change"]),
-    (["--config.model.mlp_dim=128", "--allow_change"], ["another model", "mlp_dim"]),
-])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--config.model.num_layers=2"], ["another model", "config.model.num_layers: 4 -> 2"]),
+        (["--config.optimizer.learning_rate=0.5"], ["learning_rate: 0.002 -> 0.5", "--allow_change"]),
+        (["--config.model.mlp_dim=128", "--allow_change"], ["another model", "mlp_dim"]),
+    ],
+)
 def test_a_run_directory_of_another_run_is_refused_and_left_as_it_is(flags, words, refused, finished):
     before = contents(finished)
     message = refused("train", f"--config={TINY}", f"--workdir={finished}", *flags)
@@ -125,10 +132,17 @@ def test_a_source_that_is_no_run_is_named(command, refused, finished):
     assert "holds: 2" in refused(command, finished / "checkpoints" / "7", *prompt)
 
 
-@pytest.mark.parametrize("flag, words", [
-    ("--temperature=-1", "temperature"), ("--top_k=0", "top_k"), ("--top_p=1.5", "top_p"), ("--max_new_tokens=0", "max_new_tokens"),
-    ("--prompt=", "empty"), ("--prompt_file=nowhere.txt", "nowhere.txt"),
-])
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--temperature=-1", "temperature"),
+        ("--top_k=0", "top_k"),
+        ("--top_p=1.5", "top_p"),
+        ("--max_new_tokens=0", "max_new_tokens"),
+        ("--prompt=", "empty"),
+        ("--prompt_file=nowhere.txt", "nowhere.txt"),
+    ],
+)
 def test_a_wrong_sampling_flag_is_explained(flag, words, refused, finished):
     assert words in refused("generate", finished, *([flag] if "prompt" in flag else [flag, "--prompt=x"]))
 
@@ -136,13 +150,16 @@ def test_a_wrong_sampling_flag_is_explained(flag, words, refused, finished):
 def test_a_checkpoint_that_cannot_be_read_is_never_a_fresh_start(finished, tmp_path):
     """The only checkpoint is damaged: status 1, no new training, nothing overwritten."""
     import shutil
+
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     for path in (copy / "checkpoints" / "2" / "state").rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(b"")
     before = contents(copy)
-    out = run("train", f"--config={TINY}", f"--workdir={copy}", "--config.train.steps=4", "--config.optimizer.warmup_steps=1", status=1)
+    out = run(
+        "train", f"--config={TINY}", f"--workdir={copy}", "--config.train.steps=4", "--config.optimizer.warmup_steps=1", status=1
+    )
     assert "cannot be read" in out and "step 3" not in out
     assert contents(copy) == before
 

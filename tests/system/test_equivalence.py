@@ -61,6 +61,7 @@ def test_initial_parameters_are_the_same_bits_on_every_mesh():
     def initial(devices, **leaves):
         job = build_job(config_of(**leaves), devices).on_devices(jax.devices()[:devices])
         return jax.device_get(jax.jit(job.initial_state, out_shardings=job.shardings())(jax.random.key(0))["params"])
+
     reference = initial(1, mesh__data=1)
     for leaves in (dict(mesh__fsdp=8), dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), dict(mesh__data=8)):
         same = jax.tree.map(lambda a, b: (a.view("uint32") == b.view("uint32")).all(), reference, initial(8, **leaves))
@@ -68,6 +69,7 @@ def test_initial_parameters_are_the_same_bits_on_every_mesh():
 
 
 # Each of these breaks the promise on purpose: the comparison must see it.
+
 
 def mean_of_means(objective, params, batch, *, accumulation, dtype):
     """Gradient accumulation as it is often done wrong: each microbatch by its own target count, then averaged."""
@@ -77,20 +79,25 @@ def mean_of_means(objective, params, batch, *, accumulation, dtype):
         own = jnp.sum(microbatch["mask"].astype(jnp.float32))
         value, sums = objective(params, microbatch)
         return value * total / own / accumulation, sums * total / own / accumulation
+
     return loss_and_gradients(own_mean, params, batch, accumulation=accumulation, dtype=dtype)
 
 
 def doubled_gradient(backward):
     """The backward of a parameter's gather, counting each gradient twice, as a replica too many would."""
+
     def broken(*args):
         return tuple(2 * gradient for gradient in backward(*args))
+
     return broken
 
 
 def lost_rows(objective, params, batch, *, accumulation, dtype):
     """One shard's rows never reach the sum."""
     kept = jnp.arange(batch["mask"].shape[0]) >= batch["mask"].shape[0] // 4
-    return loss_and_gradients(objective, params, {**batch, "mask": batch["mask"] & kept[:, None]}, accumulation=accumulation, dtype=dtype)
+    return loss_and_gradients(
+        objective, params, {**batch, "mask": batch["mask"] & kept[:, None]}, accumulation=accumulation, dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("broken", [mean_of_means, lost_rows])

@@ -32,7 +32,14 @@ def loss(folder):
 def test_the_packaged_text_trains_and_says_what_it_does_first(tmp_path):
     out = run("train", "--config=shakespeare", "--workdir=runs/first", *FEW, cwd=tmp_path)
     assert out.startswith("run directory: runs/first\n")
-    for words in ("devices: 1 x", "parameters, state", "tokens per step", "data: training", "weights: random, seed 0", "step 4/4"):
+    for words in (
+        "devices: 1 x",
+        "parameters, state",
+        "tokens per step",
+        "data: training",
+        "weights: random, seed 0",
+        "step 4/4",
+    ):
         assert words in out
     assert out.rstrip().endswith("--workdir=runs/first")
     files = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
@@ -43,7 +50,7 @@ def test_the_packaged_text_trains_and_says_what_it_does_first(tmp_path):
 
 def test_without_a_workdir_a_run_names_its_own(tmp_path):
     out = run("train", "--config=shakespeare", "--config.data.train=" + str(tmp_path / "notes.txt"), *FEW, cwd=tmp_path, status=2)
-    assert "notes.txt" in out                  # nothing is made for a run that cannot start
+    assert "notes.txt" in out  # nothing is made for a run that cannot start
     assert not (tmp_path / "runs").exists()
     (tmp_path / "notes.txt").write_text("To be, or not to be. " * 300)
     out = run("train", "--config=shakespeare", "--config.data.train=*.txt", *FEW, cwd=tmp_path)
@@ -68,7 +75,7 @@ def test_a_new_rule_in_that_file_changes_where_arrays_lie(hour):
         file = hour / f"rule{i}.py"
         file.write_text((hour / "mine.py").read_text().replace("    return config", f"{line}\n    return config"))
         report = json.loads(run("explain", f"--config={file}", *MESH, "--json", cwd=hour))
-        array, = (a for a in report["arrays"] if a["kind"] == "params" and a["path"] == path)
+        (array,) = (a for a in report["arrays"] if a["kind"] == "params" and a["path"] == path)
         assert [axis for axis in array["spec"] if axis] == [axis for axis in spec if axis], array
 
 
@@ -89,7 +96,9 @@ def test_evaluate_says_loss_perplexity_and_bits_per_byte(hour):
     out = run("evaluate", "runs/mine", cwd=hour)
     assert all(words in out for words in ("loss", "perplexity", "bits per byte"))
     figures = json.loads(run("evaluate", "runs/mine", "--json", "--step=best", cwd=hour))
-    assert figures["step"] == 4 and figures["eval_loss"] == pytest.approx(read_rows(hour / "runs/mine/metrics.jsonl")[-1]["eval_loss"])
+    assert figures["step"] == 4 and figures["eval_loss"] == pytest.approx(
+        read_rows(hour / "runs/mine/metrics.jsonl")[-1]["eval_loss"]
+    )
 
 
 def test_evaluate_gives_the_same_figures_on_another_mesh(hour):
@@ -101,6 +110,7 @@ def test_evaluate_gives_the_same_figures_on_another_mesh(hour):
 def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(hour):
     def text(*flags):
         return run("generate", "runs/mine", "--max_new_tokens=20", *flags, cwd=hour)
+
     drawn = text("--prompt=The ", "--seed=1", "--top_p=0.9", "--top_k=40")
     assert drawn.startswith("The ") and drawn == text("--prompt=The ", "--seed=1", "--top_p=0.9", "--top_k=40")
     assert drawn != text("--prompt=The ", "--seed=2", "--top_p=0.9", "--top_k=40")
@@ -112,8 +122,11 @@ def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(hour):
 
 @pytest.mark.parametrize("name", ["shakespeare", "gpt2_124m", "llama3_8b", "llama3_70b"])
 def test_every_shipped_configuration_resolves_under_explain(name):
-    mesh = ("--simulate_devices=512", "--config.mesh.fsdp=64", "--config.mesh.tensor=8", "--config.mesh.data=1") \
-        if name.startswith("llama") else ()
+    mesh = (
+        ("--simulate_devices=512", "--config.mesh.fsdp=64", "--config.mesh.tensor=8", "--config.mesh.data=1")
+        if name.startswith("llama")
+        else ()
+    )
     out = run("explain", f"--config={name}", *mesh)
     assert "lm_head/kernel" in out or "embed/embedding" in out
 

@@ -56,13 +56,23 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(whole, tmp_pat
 
 def test_a_run_resumed_on_another_mesh_stays_on_the_curve(whole, tmp_path):
     run("train", f"--config={TINY}", f"--workdir={tmp_path}", *KEYS, "--config.train.stop_at=5")
-    run("train", f"--config={TINY}", f"--workdir={tmp_path}", *KEYS, "--simulate_devices=4", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
+    run(
+        "train",
+        f"--config={TINY}",
+        f"--workdir={tmp_path}",
+        *KEYS,
+        "--simulate_devices=4",
+        "--config.mesh.fsdp=2",
+        "--config.mesh.tensor=2",
+    )
     ours, theirs = (np.array([losses(f)[s] for s in range(1, 13)]) for f in (tmp_path, whole))
     assert np.abs(ours[:, 0] - theirs[:, 0]).max() <= 1e-5
 
 
 def test_the_tree_on_disk_has_plain_names(whole):
-    names = {path.split("/")[0] + "/" + path.split("/")[1] for path in Checkpoints(whole / "checkpoints", read_only=True).shapes(12)}
+    names = {
+        path.split("/")[0] + "/" + path.split("/")[1] for path in Checkpoints(whole / "checkpoints", read_only=True).shapes(12)
+    }
     assert {"params/embed", "params/layers", "params/final_norm", "optimizer/mu", "optimizer/nu", "counters/step"} <= names
     about = Checkpoints(whole / "checkpoints", read_only=True).about(12)
     assert about["step"] == 12 and about["data"]["next_batch"] == 12 and about["mesh"]["fsdp"] == 1
@@ -79,7 +89,9 @@ def test_rows_past_the_restored_step_are_dropped(whole, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_exits_with_3(number, tmp_path):
-    process = start("train", f"--config={TINY}", f"--workdir={tmp_path}", "--config.train.steps=100000", "--config.train.log_every=1")
+    process = start(
+        "train", f"--config={TINY}", f"--workdir={tmp_path}", "--config.train.steps=100000", "--config.train.log_every=1"
+    )
     for line in process.stdout:
         if line.startswith("step 3/"):
             process.send_signal(number)
@@ -92,14 +104,23 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_3(number, tmp_path):
 
 
 def test_parameters_start_from_another_run_when_asked(whole, tmp_path):
-    out = run("train", f"--config={TINY}", f"--workdir={tmp_path}", "--config.train.steps=1", "--config.train.log_every=1", "--config.optimizer.warmup_steps=0",
-              f"--config.checkpoint.restore_from={whole}", "--config.model.dropout=0.1")
+    out = run(
+        "train",
+        f"--config={TINY}",
+        f"--workdir={tmp_path}",
+        "--config.train.steps=1",
+        "--config.train.log_every=1",
+        "--config.optimizer.warmup_steps=0",
+        f"--config.checkpoint.restore_from={whole}",
+        "--config.model.dropout=0.1",
+    )
     assert f"weights: {whole}, its newest step (parameters)" in out and "restored" in out
-    assert losses(tmp_path)[1][0] < losses(whole)[3][0]        # not the loss of random weights
+    assert losses(tmp_path)[1][0] < losses(whole)[3][0]  # not the loss of random weights
 
 
 def test_a_save_that_the_disk_has_no_room_for_does_not_begin(whole, tmp_path, monkeypatch):
     import jaxlm.checkpoint as module
+
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     state = {"params": {"kernel": jax.numpy.zeros((1024, 1024))}}
     checkpoints.save(1, state, {})
@@ -119,10 +140,17 @@ def test_a_disk_that_fills_is_status_1_and_what_was_saved_stays_whole(whole, tmp
     import sys
 
     from tests.system.commands import environment
-    limited = subprocess.run([sys.executable, "-m", "jaxlm.train", f"--config={TINY}", f"--workdir={tmp_path}", *KEYS], capture_output=True,
-                             text=True, env=environment(JAX_COMPILATION_CACHE_DIR=""),
-                             preexec_fn=lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-                                                 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))))
+
+    limited = subprocess.run(
+        [sys.executable, "-m", "jaxlm.train", f"--config={TINY}", f"--workdir={tmp_path}", *KEYS],
+        capture_output=True,
+        text=True,
+        env=environment(JAX_COMPILATION_CACHE_DIR=""),
+        preexec_fn=lambda: (
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+        ),
+    )
     assert limited.returncode == 1, limited.stderr
     message = [line for line in limited.stderr.splitlines() if line.startswith("error: ")]
     assert len(message) == 1 and "could not be written" in message[0] and "Checkpoints that are whole: 5." in message[0]
