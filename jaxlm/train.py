@@ -193,7 +193,7 @@ def initial_state(job: Any, checkpoints: Checkpoints, start: int) -> Any:
 
     if start:
         return checkpoints.restore(start, job.abstract_state())
-    state = jax.jit(job.initial_state, out_shardings=job.shardings())(jax.random.key(job.config.train.seed))
+    state = job.initialise()
     source = job.config.checkpoint.restore_from
     if not source:
         return state

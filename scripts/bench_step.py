@@ -45,6 +45,8 @@ def run_trainer(flags, layers: int) -> dict:
             "optimizer.learning_rate": 3e-4,
             "optimizer.name": "adamw",
             "optimizer.schedule": "constant",
+            "optimizer.warmup_steps": 0,
+            "optimizer.weight_decay": 0.1,
             "model.dropout": 0.0,
             "model.qk_norm": False,
             "model.activation": "swiglu",

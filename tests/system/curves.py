@@ -45,7 +45,7 @@ def curve(config: Config, num_devices: int, steps: int = 50) -> tuple[np.ndarray
     """(loss, gradient norm) of each step, float64 [steps]."""
     job = build_job(config, num_devices).on_devices(jax.devices()[:num_devices])
     train_step = compile_train_step(job)
-    state = jax.jit(job.initial_state, out_shardings=job.shardings())(jax.random.key(config.train.seed))
+    state = job.initialise()
     data = open_data(config.data, config.model.vocab_size)
     shardings = job.batch_shardings()
     size = config.train.global_batch_size
