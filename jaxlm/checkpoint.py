@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.commandline import RunError
+from jaxlm.errors import RunError
 from partitioning.declaration import DeclarationError
 
 FORMAT = 1

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jaxlm.config import Config, to_config
+from jaxlm.errors import RunError, Stopped
 from partitioning.declaration import DeclarationError, annotation_of, keys, nearest, parse
 
 COMMANDS = {
@@ -23,14 +24,6 @@ COMMANDS = {
     "jaxlm.generate": "text from a checkpoint",
     "jaxlm.explain": "every array's shape, dims, sharding and bytes per device, and why",
 }
-
-
-class RunError(RuntimeError):
-    """The run cannot go on, and not because the user's input is wrong. The message is complete; exit status 1."""
-
-
-class Stopped(Exception):
-    """The run was asked to stop (SIGTERM, Ctrl-C) and has saved; exit status 3."""
 
 
 def shipped_configs() -> dict[str, pathlib.Path]:

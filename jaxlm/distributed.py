@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from jaxlm.commandline import RunError
+from jaxlm.errors import RunError
 from jaxlm.config import DistributedConfig
 from partitioning.declaration import DeclarationError
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxlm.checkpoint import Checkpoints
-from jaxlm.commandline import RunError, Stopped
+from jaxlm.errors import RunError, Stopped
 from jaxlm.flops import model_flops_per_token, peak_flops
 from jaxlm.job import Job
 from jaxlm.signals import StopFlag

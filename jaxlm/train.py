@@ -14,7 +14,7 @@ from typing import Any
 from jaxlm import commandline
 from jaxlm.background import in_background
 from jaxlm.checkpoint import FORMAT, Checkpoints, find_source, saved_steps
-from jaxlm.commandline import RunError
+from jaxlm.errors import RunError
 from jaxlm.config import Config, to_dict
 from jaxlm.run_directory import check_resume, default_workdir, load_saved_config, save_config
 from partitioning.declaration import DeclarationError

@@ -28,7 +28,7 @@ from partitioning.overrides import Override, match, read_overrides, rules_of
 from partitioning.paths import flatten, join, map_paths, unflatten
 from partitioning.placement import Placed, check_claims, dim_name, place, spread
 from partitioning.tables import Rule, ShardingConfig, Table, declared_dims, read_axes, read_tables
-from partitioning.unsharded import cast
+from partitioning.unsharded import cast, dtype_in_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Layout:
         return _constrain(x, self.mesh, spec)
 
     def use(self, params: Any, prefix: str, dtype: Any, stacked: bool = False) -> Any:
-        """Parameters as a computation needs them: in `dtype` (the floating ones), gathered from where they rest.
+        """Parameters as a computation needs them: in `dtype` (floats; vectors stay as they are), gathered from where they rest.
 
         Backward, each gradient is reduced to the gradients table's layout and then cast to its parameter's dtype. On
         one device this is the cast alone.
@@ -152,8 +152,7 @@ class Layout:
             if x.ndim != len(weight.stored):
                 raise ValueError(f"{path} has {x.ndim} dims here, but its spec {weight.stored} has {len(weight.stored)}: "
                                  f"stacked={stacked} is wrong, or the prefix {prefix!r} is.")
-            target = dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-            return _gather(x, self.mesh, weight, jnp.dtype(target), jnp.dtype(x.dtype))
+            return _gather(x, self.mesh, weight, jnp.dtype(dtype_in_use(x, dtype)), jnp.dtype(x.dtype))
 
         return map_paths(gather, params, prefix)
 

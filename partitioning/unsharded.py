@@ -15,7 +15,7 @@ class Unsharded:
         return x
 
     def use(self, params: Any, prefix: str, dtype: Any, stacked: bool = False) -> Any:
-        """`params` in `dtype`, the floating ones."""
+        """`params` in `dtype`, the floating ones; vectors stay as they are."""
         del prefix, stacked
         return cast(params, dtype)
 
@@ -24,5 +24,11 @@ UNSHARDED = Unsharded()
 
 
 def cast(params: Any, dtype: Any) -> Any:
-    """A pytree with its floating arrays in `dtype`."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+    """A pytree with its floating arrays in their `dtype_in_use`."""
+    return jax.tree.map(lambda x: x.astype(dtype_in_use(x, dtype)), params)
+
+
+def dtype_in_use(x: jax.Array, dtype: Any) -> Any:
+    """What `x` is cast to for a computation in `dtype`: vectors (gains and offsets of norms, which are computed in float32)
+    and what is no float stay as they are."""
+    return dtype if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype

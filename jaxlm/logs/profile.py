@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Callable
 
-from jaxlm.commandline import RunError
+from jaxlm.errors import RunError
 
 
 class ProfileWindow:

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.commandline import RunError
+from jaxlm.errors import RunError
 from jaxlm.config import LogConfig
 from jaxlm.logs.console import Console
 from jaxlm.logs.metrics_file import MetricsFile, drop_rows_after, plain

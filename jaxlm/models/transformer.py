@@ -75,7 +75,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = jnp.einsum(self.pattern, x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 class Norm(nnx.Module):

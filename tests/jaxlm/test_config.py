@@ -6,6 +6,7 @@ import json
 import pytest
 
 from jaxlm import commandline
+from jaxlm.errors import RunError, Stopped
 from jaxlm.config import Config, default_config, to_config, to_dict
 from jaxlm.run_directory import check_resume, differences, load_saved_config, save_config
 from partitioning.declaration import DeclarationError, keys
@@ -170,8 +171,8 @@ def test_help_lists_commands_flags_and_configurations(capsys):
     "raised, status",
     [
         (DeclarationError("x"), 2),
-        (commandline.RunError("x"), 1),
-        (commandline.Stopped("x"), 3),
+        (RunError("x"), 1),
+        (Stopped("x"), 3),
         (OSError(28, "No space left on device"), 1),
         (None, 0),
     ],

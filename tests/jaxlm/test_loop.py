@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxlm.commandline import Stopped
+from jaxlm.errors import Stopped
 from jaxlm.config import to_config
 from jaxlm.loop import run_loop
 from tests.system import tiny

@@ -142,3 +142,12 @@ def test_the_state_is_donated():
     state = state_of(job)
     step(state, batch_of(job))
     assert all(x.is_deleted() for x in jax.tree.leaves((state["params"], state["optimizer"])))
+
+
+def test_gains_of_norms_are_not_rounded_to_the_compute_dtype():
+    """1 + 2^-10 is 1 in bfloat16; a model that computes in it must still see the difference."""
+    job, _ = compiled(mesh__data=1, precision__compute="bfloat16")
+    params = job.initialise()["params"]
+    finer = {**params, "final_norm": {"scale": params["final_norm"]["scale"] * (1 + 2.0**-10)}}
+    seen = job.layout.use(finer["final_norm"], "final_norm", "bfloat16")["scale"]
+    assert seen.dtype == jnp.float32 and bool((seen != 1).all())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.checkpoint import Checkpoints
-from jaxlm.commandline import RunError
+from jaxlm.errors import RunError
 from jaxlm.logs import read_rows
 from tests.system.commands import TINY, run, start
 

@@ -9,7 +9,7 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.commandline import RunError
+from jaxlm.errors import RunError
 from jaxlm.config import LogConfig
 from jaxlm.logs import Recorder, read_rows
 from jaxlm.logs.console import Console
