@@ -135,7 +135,10 @@ def run_loop(
             jax.block_until_ready(in_flight.popleft())
         if profile.after(step, lambda: jax.block_until_ready(metrics)):
             recorder.line(f"step {step}: profiler trace written")
-        reason = stop.reason  # read once: a signal that comes later ends the next step
+        # Asked once a step: a signal that comes later ends the next one. Several processes must agree, which costs a wait,
+        # so they ask where the numbers are read anyway.
+        asks = jax.process_count() == 1 or is_due(step, train.log_every) or is_due(step, config.checkpoint.every)
+        reason = stop.agreed() if asks else None
         ends = step == stop_at or reason is not None
         logs = train.log_every > 0 and (step == start + 1 or ends or is_due(step, train.log_every))
         saves = ends or is_due(step, config.checkpoint.every)

@@ -11,6 +11,20 @@ class StopFlag:
         self.reason: str | None = None
         self._old: dict[int, object] = {}
 
+    def agreed(self) -> str | None:
+        """The reason that any process has to stop. All processes must ask at the same step: those that went on alone would
+        wait for ever in their next collective."""
+        import jax
+
+        if jax.process_count() == 1:
+            return self.reason
+        import numpy as np
+        from jax.experimental import multihost_utils
+
+        number = signal.Signals[self.reason].value if self.reason else 0
+        numbers = multihost_utils.process_allgather(np.array(number, np.int32))
+        return signal.Signals(int(numbers.max())).name if numbers.any() else None
+
     def _on_signal(self, number, frame):
         del frame
         self.reason = signal.Signals(number).name

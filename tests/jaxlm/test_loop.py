@@ -15,8 +15,7 @@ class Stop:
     def __init__(self, looks):
         self.looks = looks
 
-    @property
-    def reason(self):
+    def agreed(self):
         self.looks -= 1
         return "SIGTERM" if self.looks < 0 else None
 
