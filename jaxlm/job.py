@@ -15,6 +15,7 @@ from jaxlm.models import build_model
 from jaxlm.optimizers import make_optimizer
 from jaxlm.train_step import initial_counters
 from partitioning import make_mesh, resolve, resolve_sizes
+from partitioning.declaration import DeclarationError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,10 @@ def build_job(config: Config, num_devices: int) -> Job:
     Raises:
       DeclarationError: the mesh, the rules or the model do not fit each other.
     """
-    sizes = resolve_sizes(config.mesh, num_devices)
+    try:
+        sizes = resolve_sizes(config.mesh, num_devices)
+    except DeclarationError as error:
+        raise DeclarationError(f"{error} (--simulate_devices=N tries a mesh on a CPU.)") from None
     model = build_model(
         config.model,
         param_dtype=config.precision.params,

@@ -26,19 +26,21 @@ def main(flags: argparse.Namespace) -> int:
     import jax
 
     flag_line = xla_flags.apply(jax.config.jax_platforms)
-    distributed.initialize(config.distributed)
+    _, processes = distributed.initialize(config.distributed)
+    if processes > 1 and not flags.workdir:
+        raise DeclarationError(f"{processes} processes need one run directory: pass --workdir=DIR, a folder that all of them reach.")
     say = print if jax.process_index() == 0 else (lambda *_: None)
-    say(f"run directory: {workdir}")
-    for line in changes:
-        say(f"changed: {line}")
-    if flag_line:
-        say(flag_line)
 
     from jaxlm.data import open_data
     from jaxlm.job import build_job
 
     data = open_data(config.data, config.model.vocab_size)
     job = build_job(config, jax.device_count()).on_devices()
+    say(f"run directory: {workdir}")
+    for line in changes:
+        say(f"changed: {line}")
+    if flag_line:
+        say(flag_line)
     stop_at = min(config.train.stop_at or config.train.steps, config.train.steps)
     start = newest_step(workdir)
     if start >= stop_at:

@@ -9,7 +9,8 @@ from jaxlm.logs import read_rows
 from tests.system.commands import TINY, run, start
 
 pytestmark = pytest.mark.slow
-KEYS = (f"--config={TINY}", "--config.train.log_every=2", "--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.optimizer.warmup_steps=2")
+MESH = ("--config.mesh.data=2", "--config.mesh.fsdp=2")
+KEYS = (f"--config={TINY}", "--config.train.log_every=2", "--config.optimizer.warmup_steps=2", *MESH)
 
 
 def processes(count, *arguments):
