@@ -28,7 +28,7 @@ def main(flags: argparse.Namespace) -> int:
     flag_line = xla_flags.apply(jax.config.jax_platforms)
     _, processes = distributed.initialize(config.distributed)
     if processes > 1 and not flags.workdir:
-        raise DeclarationError(f"{processes} processes need one run directory: pass --workdir=DIR, a folder that all of them reach.")
+        raise DeclarationError(f"{processes} processes need one run directory: pass --workdir=DIR that all can reach.")
     say = print if jax.process_index() == 0 else (lambda *_: None)
 
     from jaxlm.data import open_data
