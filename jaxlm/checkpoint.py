@@ -7,9 +7,11 @@ The arrays have the model's own names and shapes (layers stacked, scanned or not
 library or the module library shows, and any mesh reads any other's.
 """
 
+import asyncio
 import contextlib
 import errno
 import json
+import logging
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -30,6 +32,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
+        _let_failures_be_one_message()
         self.directory = pathlib.Path(directory).absolute()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep,
@@ -96,13 +99,7 @@ class Checkpoints:
           DeclarationError: the checkpoint's arrays are not the ones asked for.
           RunError: it cannot be read.
         """
-        mismatch = self._mismatch(step, abstract)
-        if mismatch:
-            raise DeclarationError(
-                f"{self.directory / str(step)} does not hold this model's state:\n  "
-                + "\n  ".join(mismatch[:8])
-                + (f"\n  and {len(mismatch) - 8} more" if len(mismatch) > 8 else "")
-            )
+        self.check(step, abstract)
         with self._reading(step):
             return self._manager.restore(
                 step, args=self._ocp.args.Composite(state=self._ocp.args.StandardRestore(abstract, strict=True))
@@ -111,11 +108,7 @@ class Checkpoints:
     def restore_params(self, step: int, abstract_params: Any) -> Any:
         """Reads the parameters alone, leaving the rest of the checkpoint on disk."""
         tree = {"params": abstract_params}
-        mismatch = self._mismatch(step, tree)
-        if mismatch:
-            raise DeclarationError(
-                f"{self.directory / str(step)} does not hold this model's parameters:\n  " + "\n  ".join(mismatch[:8])
-            )
+        self.check(step, tree)
         ocp = self._ocp
         restore_args = jax.tree.map(
             lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), tree
@@ -150,27 +143,27 @@ class Checkpoints:
                 f"{', '.join(str(s) for s in self.steps() if s != step) or 'none'}."
             ) from error
 
-    def _mismatch(self, step: int, abstract: Any) -> list[str]:
-        """A line for each array that is missing, has another shape, or (for a whole state) is there and unasked for."""
-        stored = self.shapes(step)
+    def check(self, step: int, abstract: Any) -> None:
+        """Compares the arrays of a step, as far as `abstract` has their group (params, optimizer, counters), with the shapes
+        that are asked for. Reads no array.
+
+        Raises:
+          DeclarationError: an array is missing, has another shape or is unknown; the message lists them.
+          RunError: the checkpoint cannot be read.
+        """
+        stored = {path: shape for path, (shape, _) in self.shapes(step).items()}
         wanted = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
-        lines = [
-            f"{path}: missing in the checkpoint; this model's has shape {shape}"
-            for path, shape in wanted.items()
-            if path not in stored
-        ]
-        lines += [
-            f"{path}: shape {stored[path][0]} in the checkpoint, {shape} in this model"
-            for path, shape in wanted.items()
-            if path in stored and stored[path][0] != shape
-        ]
         groups = {path.split("/")[0] for path in wanted}
+        lines = [f"{path}: missing there; here of shape {shape}" for path, shape in wanted.items() if path not in stored]
         lines += [
-            f"{path}: in the checkpoint, unknown to this model"
-            for path in stored
-            if path not in wanted and path.split("/")[0] in groups
+            f"{path}: shape {stored[path]} there, {shape} here"
+            for path, shape in wanted.items()
+            if path in stored and stored[path] != shape
         ]
-        return lines
+        lines += [f"{path}: there, unknown here" for path in stored if path not in wanted and path.split("/")[0] in groups]
+        if lines:
+            more = f"\n  and {len(lines) - 4} more arrays" if len(lines) > 4 else ""
+            raise DeclarationError(f"{self.directory / str(step)} is of another model:\n  " + "\n  ".join(lines[:4]) + more)
 
     def close(self) -> None:
         """Waits for the last save and frees the threads."""
@@ -180,6 +173,25 @@ class Checkpoints:
 
 def _path(keys) -> str:
     return "/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys)
+
+
+class _QuietLoop(asyncio.SelectorEventLoop):
+    def call_soon_threadsafe(self, callback, *args, context=None):
+        if self.is_closed():
+            return None
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+
+class _QuietPolicy(asyncio.DefaultEventLoopPolicy):
+    _loop_factory = _QuietLoop
+
+
+def _let_failures_be_one_message() -> None:
+    """When one array of a checkpoint cannot be read or written, Orbax closes its event loop on the others; tensorstore then
+    reports each of them to the closed loop and prints a stack for each. What failed is raised anyway."""
+    if not isinstance(asyncio.get_event_loop_policy(), _QuietPolicy):
+        asyncio.set_event_loop_policy(_QuietPolicy())
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def disk_trouble(error: BaseException | None) -> str | None:

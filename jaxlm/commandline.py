@@ -11,7 +11,9 @@ import json
 import logging
 import os
 import pathlib
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from jaxlm.config import Config, to_config
@@ -77,9 +79,7 @@ def _read_config(source: str):
     shipped = shipped_configs()
     path = shipped.get(source, pathlib.Path(source))
     if not path.is_file():
-        raise DeclarationError(
-            f"no configuration {source!r}: it is neither a file nor a shipped name; {nearest(source, shipped)}"
-        )
+        raise DeclarationError(_no_configuration(source, path, shipped))
     if path.suffix == ".json":
         try:
             return json.loads(path.read_text("utf-8"))
@@ -107,6 +107,13 @@ def _read_config(source: str):
         raise DeclarationError(f"{path}{_line_in(error, path)} failed: {type(error).__name__}: {error}") from None
 
 
+def _no_configuration(source: str, path: pathlib.Path, shipped) -> str:
+    for file in (path.with_name(path.name + ".py"), path / "config.json"):
+        if file.is_file():
+            return f"no configuration {source!r}; did you mean --config={file}?"
+    return f"no configuration {source!r}: it is neither a file nor a shipped name; {nearest(source, shipped)}"
+
+
 def _line_in(error: Exception, path: pathlib.Path) -> str:
     """':LINE' of the last frame that lies in the user's file."""
     line, trace = getattr(error, "lineno", None), error.__traceback__
@@ -117,11 +124,14 @@ def _line_in(error: Exception, path: pathlib.Path) -> str:
     return f":{line}" if line else ""
 
 
-def config_help() -> str:
-    """Every key with its type, default and one line of meaning."""
+def config_help(config: Config) -> str:
+    """Every key with its type, its value in `config` (and its default where that differs) and one line of meaning."""
     lines = []
     for key in keys(Config):
-        lines += [f"--{key.name}  ({key.type}; default {key.default!r})", f"    {key.meaning}"]
+        _, section, name = key.name.split(".")
+        value = getattr(getattr(config, section), name)
+        shown = f"default {key.default!r}" if value == key.default else f"{value!r}; default {key.default!r}"
+        lines += [f"--{key.name}  ({key.type}; {shown})", f"    {key.meaning}"]
     return "\n".join(lines)
 
 
@@ -182,18 +192,31 @@ def simulate_devices(count: int | None) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
+def _interrupt(number, frame):
+    raise KeyboardInterrupt
+
+
 def run(
     main: Callable[[argparse.Namespace], int | None], arguments: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> int:
     """Parses the flags, calls `main` with them (`flags.overrides` holds the --config.* pairs) and returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)  # until a loop that has something to save takes over
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what it raises as well, stack by stack
     try:
         if "--config.help" in argv:
-            print(config_help())
+            given = [word.partition("=")[2] for word in argv if word.startswith("--config=")]
+            print(config_help(load_config(given[0]) if given else Config()))
             return 0
         rest, overrides = _split_overrides(argv)
-        flags = arguments.parse_args(rest)
+        flags, unknown = arguments.parse_known_args(rest)
+        if unknown:
+            known = [word for action in arguments._actions for word in action.option_strings if word.startswith("--")]
+            hint = nearest(unknown[0].partition("=")[0], known, "flag")
+            if not unknown[0].startswith("-"):
+                hint = "an unquoted * becomes several words: quote the pattern."
+            raise DeclarationError(f"unknown argument {unknown[0]!r}: {hint}")
         flags.overrides = overrides
         simulate_devices(flags.simulate_devices)
         return main(flags) or 0
@@ -206,6 +229,9 @@ def run(
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        os._exit(3)  # at once: a compile that is under way in a thread cannot be called off
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -270,7 +270,7 @@ def _check(config: Config) -> None:
         raise DeclarationError(
             f"config.optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds train.steps = {train.steps}."
         )
-    if len(config.log.profile_steps) not in (0, 2):
+    if len(config.log.profile_steps) not in (0, 2) or sorted(config.log.profile_steps) != list(config.log.profile_steps):
         raise DeclarationError(
             f"config.log.profile_steps = {config.log.profile_steps!r}; expected the first and the last step, e.g. 10,12."
         )

@@ -86,6 +86,13 @@ def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     return list(walk(to_dict(old), to_dict(new), ""))
 
 
+def model_differences(old: Config, new: Config) -> list[str]:
+    """A line for each key of the model that differs and makes it another one."""
+    kept = FREE + CHANGEABLE_MODEL
+    changed = [change for change in differences(old, new) if change[0].startswith("model.") and change[0] not in kept]
+    return [f"config.{key}: {a!r} -> {b!r}" for key, a, b in changed]
+
+
 def check_resume(workdir: pathlib.Path, old: Config, new: Config, allow_change: bool) -> list[str]:
     """Says whether a run may go on with another configuration.
 
@@ -97,11 +104,7 @@ def check_resume(workdir: pathlib.Path, old: Config, new: Config, allow_change: 
     """
     changed = differences(old, new)
     lines = [f"config.{key}: {a!r} -> {b!r}" for key, a, b in changed]
-    model = [
-        line
-        for line, (key, *_) in zip(lines, changed, strict=True)
-        if key.startswith("model.") and key not in FREE + CHANGEABLE_MODEL
-    ]
+    model = model_differences(old, new)
     if model:
         raise DeclarationError(
             f"{workdir} belongs to another model:\n  "

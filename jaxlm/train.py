@@ -14,9 +14,9 @@ from typing import Any
 from jaxlm import commandline
 from jaxlm.background import in_background
 from jaxlm.checkpoint import FORMAT, Checkpoints, find_source, saved_steps
-from jaxlm.errors import RunError
+from jaxlm.errors import RunError, Stopped
 from jaxlm.config import Config, to_dict
-from jaxlm.run_directory import check_resume, default_workdir, load_saved_config, save_config
+from jaxlm.run_directory import check_resume, model_differences, default_workdir, load_saved_config, save_config
 from partitioning.declaration import DeclarationError
 
 
@@ -33,7 +33,9 @@ def main(flags: argparse.Namespace) -> int:
 
     from jaxlm.data import open_data
     from jaxlm.job import build_job
+    from jaxlm.logs.weights_and_biases import check as check_wandb
 
+    check_wandb(config.log.wandb)
     data = open_data(config.data, config.model.vocab_size)
     job = build_job(config, jax.device_count()).on_devices()
     say(f"run directory: {workdir}")
@@ -45,16 +47,18 @@ def main(flags: argparse.Namespace) -> int:
     start = newest_step(workdir)
     if start >= stop_at:
         say(
-            f"this run is finished: its newest checkpoint is of step {start}, and it was to stop at {stop_at}. "
-            "To go on, raise --config.train.steps."
+            f"this run is finished: its newest checkpoint is of step {start}, and it was to end at {stop_at}. To go on, raise "
+            f"--config.train.{'steps' if stop_at == config.train.steps else 'stop_at'}."
         )
         return 0
-    source = weights_source(config, start)
+    source = weights_source(job, start)
     for line in opening_lines(job, data, start, stop_at, source):
         say(line)
-    with out_of_memory_explained(job):
+    make_workdir(workdir)
+    with out_of_memory_explained(job), stop_with_command(resume_command(flags, workdir)):
         train(job, data, workdir, start, stop_at)
-    say(f"finished at step {stop_at}; to go on or to look again:\n  {resume_command(flags, workdir)}")
+    ended = "finished" if stop_at == config.train.steps else "stopped by config.train.stop_at"
+    say(f"{ended} at step {stop_at}; to go on or to look again:\n  {resume_command(flags, workdir)}")
     return 0
 
 
@@ -78,6 +82,22 @@ def settle(flags: argparse.Namespace) -> tuple[pathlib.Path, Config, list[str]]:
     return workdir, config, check_resume(workdir, old, config, flags.allow_change) if old else []
 
 
+def make_workdir(workdir: pathlib.Path) -> None:
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeclarationError(f"--workdir={workdir} cannot be made: {error.strerror or error}; give another folder.") from None
+
+
+@contextlib.contextmanager
+def stop_with_command(command: str):
+    """Adds to the word that a run has stopped how it is gone on with."""
+    try:
+        yield
+    except Stopped as stop:
+        raise Stopped(f"{stop} To go on:\n  {command}") from None
+
+
 def newest_step(workdir: pathlib.Path) -> int:
     """The step of the newest complete checkpoint, 0 when there is none."""
     names = saved_steps(workdir)
@@ -93,14 +113,36 @@ def newest_step(workdir: pathlib.Path) -> int:
     return steps[-1]
 
 
-def weights_source(config: Config, start: int) -> str:
+def weights_source(job: Any, start: int) -> str:
+    """Where the first parameters come from, in words; what `checkpoint.restore_from` names is compared with the model here,
+    before anything compiles."""
+    config = job.config
     if start:
         return f"the checkpoint of step {start} in the run directory"
-    if config.checkpoint.restore_from:
-        path, step = find_source(config.checkpoint.restore_from)
-        what = "parameters" if config.checkpoint.restore == "params" else "whole state"
-        return f"{path}, {f'step {step}' if step is not None else 'its newest step'} ({what})"
-    return f"random, seed {config.train.seed}"
+    if not config.checkpoint.restore_from:
+        return f"random, seed {config.train.seed}"
+    path, step, reader = open_restore_from(config)
+    whole = config.checkpoint.restore == "all"
+    try:
+        reader.check(step, job.abstract_state() if whole else {"params": job.abstract_params()})
+    except DeclarationError as error:
+        keys = model_differences(load_saved_config(path), config)
+        raise DeclarationError(str(error) + "".join(f"\n{line}" for line in keys)) from None
+    return f"{path}, step {step} ({'whole state' if whole else 'parameters'})"
+
+
+def open_restore_from(config: Config) -> tuple[pathlib.Path, int, Checkpoints]:
+    """The run, the step and the reader that `checkpoint.restore_from` names.
+
+    Raises:
+      DeclarationError: there is no such checkpoint.
+    """
+    path, step = find_source(config.checkpoint.restore_from)
+    reader = Checkpoints(path / "checkpoints", read_only=True)
+    steps = reader.steps()
+    if step is None and not steps:
+        raise DeclarationError(f"config.checkpoint.restore_from = {config.checkpoint.restore_from!r} has no complete checkpoint.")
+    return path, steps[-1] if step is None else step, reader
 
 
 def opening_lines(job: Any, data: Any, start: int, stop_at: int, source: str) -> list[str]:
@@ -196,14 +238,9 @@ def initial_state(job: Any, checkpoints: Checkpoints, start: int) -> Any:
     if start:
         return checkpoints.restore(start, job.abstract_state())
     state = job.initialise()
-    source = job.config.checkpoint.restore_from
-    if not source:
+    if not job.config.checkpoint.restore_from:
         return state
-    path, step = find_source(source)
-    reader = Checkpoints(path / "checkpoints", read_only=True)
-    step = step if step is not None else max(reader.steps(), default=None)
-    if step is None:
-        raise DeclarationError(f"config.checkpoint.restore_from = {source!r} has no complete checkpoint.")
+    path, step, reader = open_restore_from(job.config)
     if job.config.checkpoint.restore == "all":
         return reader.restore(step, job.abstract_state())
     params = reader.restore_params(step, job.abstract_params())
@@ -256,7 +293,7 @@ def out_of_memory_explained(job: Any):
         largest = sorted(job.layout.rows, key=lambda row: -row.bytes_per_device)[:5]
         arrays = "\n".join(f"  {row.kind}/{row.path}: {row.bytes_per_device / 2**20:,.1f} MiB per device" for row in largest)
         raise RunError(
-            f"out of memory on a device: {str(error).splitlines()[0][:200]}\nlargest arrays of the state:\n{arrays}\n"
+            f"out of memory on a device: {str(error).splitlines()[0][:200]}\nlargest arrays:\n{arrays}\n"
             "Raise config.train.gradient_accumulation, lower config.train.global_batch_size or config.data.sequence_length, "
             "set config.train.remat = 'full', or shard over more devices (config.mesh.fsdp)."
         ) from error
@@ -265,7 +302,7 @@ def out_of_memory_explained(job: Any):
 def resume_command(flags: argparse.Namespace, workdir: pathlib.Path) -> str:
     """The command that goes on with this run."""
     words = ["python", "-m", "jaxlm.train"] + ([f"--config={flags.config}"] if flags.config else [])
-    words += [f"--config.{key}={text}" for key, text in flags.overrides]
+    words += [f"--config.{key}={text}" for key, text in flags.overrides if key != "train.stop_at"]
     words += [f"--simulate_devices={flags.simulate_devices}"] if flags.simulate_devices else []
     return shlex.join([*words, f"--workdir={workdir}"])
 

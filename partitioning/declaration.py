@@ -47,6 +47,16 @@ def nearest(name: str, known, what: str = "name") -> str:
     return f"known {what}s: {', '.join(known)}."
 
 
+def _nearest_key(cls: type, name: str, place: str) -> str:
+    """`nearest` among the fields of `cls`, or, for a leaf that was looked for in the wrong section, its full name."""
+    fields = field_types(cls)
+    elsewhere = [k.name for k in keys(cls, place) if k.name.rpartition(".")[2] == name]
+    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
+    if close or not elsewhere:
+        return f"did you mean '{place}.{close[0]}'?" if close else nearest(name, fields, "key")
+    return f"did you mean {' or '.join(elsewhere)}?"
+
+
 def field_types(cls: type) -> dict[str, Any]:
     """Field name to resolved type annotation."""
     return typing.get_type_hints(cls)
@@ -86,7 +96,7 @@ def read(cls: type, values: Any, key: str = "config") -> Any:
     out = {}
     for name, value in values.items():
         if name not in fields:
-            raise DeclarationError(f"unknown key {key}.{name}: {nearest(name, fields, 'key')}")
+            raise DeclarationError(f"unknown key {key}.{name}: {_nearest_key(cls, name, key)}")
         out[name] = _convert(annotations[name], value, f"{key}.{name}")
         _check_range(fields[name].metadata, out[name], f"{key}.{name}")
     return cls(**out)
@@ -263,7 +273,8 @@ def annotation_of(cls: type, dotted: str, key: str = "config") -> tuple[Any, tup
         if dataclasses.is_dataclass(annotation):
             annotations = field_types(annotation)
             if part not in annotations:
-                raise DeclarationError(f"unknown key {key}.{'.'.join(parts[: i + 1])}: {nearest(part, annotations, 'key')}")
+                place = ".".join([key, *parts[:i]])
+                raise DeclarationError(f"unknown key {place}.{part}: {_nearest_key(annotation, part, place)}")
             annotation = annotations[part]
             continue
         options = (

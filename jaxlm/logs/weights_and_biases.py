@@ -1,5 +1,6 @@
 """Weights & Biases, when config.log.wandb names a project. The id lies in the run directory: a resume goes on with the run."""
 
+import importlib.util
 import pathlib
 import secrets
 from collections.abc import Mapping
@@ -8,6 +9,13 @@ from typing import Any
 from partitioning.declaration import DeclarationError
 
 ID_FILE = "wandb_id"
+
+
+def check(project: str | None) -> None:
+    """Raises DeclarationError if a project is named and the package is missing; before anything is made."""
+    if project and importlib.util.find_spec("wandb") is None:
+        raise DeclarationError(f"config.log.wandb = {project!r} needs a package that is not installed: "
+                               "pip install -e '.[wandb]' in the repository, or set config.log.wandb=None.")
 
 
 class WeightsAndBiases:
@@ -19,11 +27,8 @@ class WeightsAndBiases:
         Raises:
           DeclarationError: the package is missing.
         """
-        try:
-            import wandb
-        except ImportError:
-            raise DeclarationError(f"config.log.wandb = {project!r} needs a package that is not installed: "
-                                   "pip install 'jaxlm[wandb]', or set config.log.wandb=None.") from None
+        check(project)
+        import wandb
         place = directory / ID_FILE
         run_id = place.read_text("utf-8").strip() if place.is_file() else ""
         if not run_id:

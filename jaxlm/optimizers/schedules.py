@@ -55,7 +55,15 @@ def make_schedule(config: OptimizerConfig, steps: int, peak: float | None = None
     if warmup:
         rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
         after = optax.join_schedules([rise, after], [warmup])
-    return lambda step: jnp.asarray(after(jnp.asarray(step, jnp.int32)), jnp.float32)
+    falls = config.schedule != "constant" and left > 0
+
+    def rate(step):
+        step = jnp.asarray(step, jnp.int32)
+        value = jnp.asarray(after(step), jnp.float32)
+        # Set rather than computed: under jit the formula may round to the other side of 0, and a negative rate climbs.
+        return jnp.where(step >= steps - 1, jnp.float32(final), value) if falls else value
+
+    return rate
 
 
 def _stable_then_decay(config: OptimizerConfig, steps: int, peak: float, left: int) -> optax.Schedule:

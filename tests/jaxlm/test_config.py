@@ -33,13 +33,13 @@ def test_every_key_has_a_meaning_of_one_line():
     listed = list(keys(Config))
     assert len(listed) > 60
     assert all(key.meaning and "\n" not in key.meaning for key in listed)
-    assert all(key.name in commandline.config_help() for key in listed)
+    assert all(key.name in commandline.config_help(Config()) for key in listed)
 
 
 @pytest.mark.parametrize(
     "key, value, words",
     [
-        ("train__stpes", 5, ["config.train.stpes", "'steps'"]),
+        ("train__stpes", 5, ["config.train.stpes", "did you mean 'config.train.steps'"]),
         ("mesh__fsdp", "4", ["config.mesh.fsdp", "'4'", "str", "int"]),
         ("train__steps", 2.5, ["config.train.steps", "2.5", "int"]),
         ("train__steps", 0, ["config.train.steps", "0", "at least 1"]),
@@ -158,6 +158,28 @@ def test_a_resume_may_change_the_mesh_but_not_the_model(tmp_path):
 def test_a_changed_entry_of_a_dict_is_a_difference():
     assert [key for key, *_ in differences(Config(), with_(sharding__rules={"heads": None}))] == ["sharding.rules"]
     assert not differences(Config(), to_config(to_dict(Config())))
+
+
+def test_a_key_in_the_wrong_place_is_found():
+    with pytest.raises(DeclarationError, match=r"did you mean config\.optimizer\.learning_rate\?"):
+        override("learning_rate", "1")
+
+
+def test_a_misspelt_flag_and_an_unquoted_pattern_are_explained(capsys):
+    arguments = commandline.parser("jaxlm.train", "Trains.")
+    assert commandline.run(lambda flags: 0, arguments, ["--simulate_device=8"]) == 2
+    assert "did you mean '--simulate_devices'" in capsys.readouterr().err
+    assert commandline.run(lambda flags: 0, arguments, ["b.txt"]) == 2
+    assert "quote the pattern" in capsys.readouterr().err
+
+
+def test_a_configuration_without_its_suffix_is_recognised(tmp_path):
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DeclarationError, match=r"did you mean --config=.*mine\.py"):
+        commandline.load_config(str(tmp_path / "mine"))
+    with pytest.raises(DeclarationError, match=r"did you mean --config=.*config\.json"):
+        commandline.load_config(str(tmp_path))
 
 
 def test_help_lists_commands_flags_and_configurations(capsys):

@@ -1,6 +1,7 @@
 """What a person gets wrong: one message that says what was found, what was expected and what to do; status 2; nothing is compiled
 and nothing is made or harmed."""
 
+import importlib.util
 import json
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jaxlm import commandline, evaluate, explain, generate, train
 from tests.system.commands import TINY, run
 
+NO_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="the wandb package is installed")
 COMMANDS = dict(train=train, evaluate=evaluate, generate=generate, explain=explain)
 
 
@@ -36,7 +38,7 @@ def tiny(*more):
 @pytest.mark.parametrize(
     "flag, words",
     [
-        ("--config.train.stpes=5", ["config.train.stpes", "did you mean 'steps'"]),
+        ("--config.train.stpes=5", ["config.train.stpes", "did you mean 'config.train.steps'"]),
         ("--config.train.steps=soon", ["config.train.steps", "'soon'", "int"]),
         ("--config.train.steps=-1", ["config.train.steps = -1", "at least 1"]),
         ("--config.data.train=nowhere.txt", ["nowhere.txt"]),
@@ -57,6 +59,12 @@ def tiny(*more):
         ("--config.train.remat=atention", ["remat", "'attention'"]),
         ("--config.model.rope_scaling.kind=yarn", ["rope_scaling", "yarn", "llama3"]),
         ("--config.checkpoint.restore_from=nowhere", ["nowhere"]),
+        pytest.param("--config.log.wandb=project", ["wandb", "pip install"], marks=NO_WANDB),
+        ("--config.log.profile_steps=12,10", ["profile_steps"]),
+        ("--workdir=/proc/x", ["--workdir=/proc/x", "cannot be made"]),
+    ("--config.log.wandb=project", ["wandb", "pip install"]),
+    ("--config.log.profile_steps=12,10", ["profile_steps"]),
+    ("--workdir=/proc/x", ["--workdir=/proc/x", "cannot be made"]),
     ],
 )
 def test_a_wrong_value_is_answered_before_anything_compiles(flag, words, refused, tmp_path):
@@ -117,6 +125,12 @@ def test_a_run_directory_of_another_run_is_refused_and_left_as_it_is(flags, word
     message = refused("train", f"--config={TINY}", f"--workdir={finished}", *flags)
     assert all(word in message for word in words), message
     assert contents(finished) == before
+
+
+def test_parameters_of_another_model_are_refused_with_the_keys_that_differ(refused, finished, tmp_path):
+    message = refused("train", *tiny(f"--config.checkpoint.restore_from={finished}", "--config.model.num_layers=2"))
+    assert "is of another model" in message and "config.model.num_layers: 4 -> 2" in message
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_without_its_configuration_is_refused(refused, finished, tmp_path):
