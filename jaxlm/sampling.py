@@ -1,6 +1,7 @@
 """Text from a model: one prompt in, one token at a time out, with a cache of keys and values."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -91,6 +92,8 @@ class Sampler:
             if token == eos_id:
                 return
             yield token
+            if i == count - 1 and count < max_new_tokens:
+                print(f"\nstopped: the model's longest sequence is {longest} (config.model.max_positions)", file=sys.stderr)
             tokens_1T, length = jnp.full((1, 1), token, jnp.int32), 1
 
 

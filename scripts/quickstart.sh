@@ -21,12 +21,14 @@ if [[ $PWD == "$root" ]]; then workdir=${workdir#"$root/"}; fi
 
 "$python" -m jaxlm.train --config=shakespeare --workdir="$workdir" ${arguments[@]+"${arguments[@]}"}
 
-"$python" - "$workdir/metrics.jsonl" <<'END'
+"$python" - "$workdir" <<'END'
+import math
 import sys
 from jaxlm.logs import read_rows
-rows = [row for row in read_rows(sys.argv[1]) if row.get("eval_loss") is not None]
+rows = [row for row in read_rows(sys.argv[1] + "/metrics.jsonl") if row.get("eval_bits_per_byte") is not None]
 if rows:
-    print(f"\nLoss on the held-out text at step {rows[-1]['step']}: {rows[-1]['eval_loss']:.4f} nats per token (of bytes: per byte)")
+    nats = rows[-1]["eval_bits_per_byte"] * math.log(2)
+    print(f"\nLoss on the held-out text at step {rows[-1]['step']}: {nats:.4f} nats per byte")
 END
 
 echo

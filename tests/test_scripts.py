@@ -146,12 +146,12 @@ def test_quickstart_hands_its_arguments_on_and_generates_from_the_same_run(tmp_p
     executable(root / "python", f'[[ $1 == - ]] && exec "{sys.executable}" "$@"; printf "%s|" "$@" >>"{log}"; echo >>"{log}"')
     executable(root / "scripts" / "setup.sh", f'root="{root}"; python="{root}/python"; setup_environment() {{ :; }}')
     (tmp_path / "runs" / "b c").mkdir(parents=True)
-    (tmp_path / "runs" / "b c" / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 3.0}\n{"step": 2, "eval_loss": 2.5}\n')
+    (tmp_path / "runs" / "b c" / "metrics.jsonl").write_text('{"step": 1, "eval_bits_per_byte": 3.0}\n{"step": 2, "eval_bits_per_byte": 2.5}\n')
     run = ["bash", root / "scripts" / "quickstart.sh"]
     done = subprocess.run([*run, "--workdir=runs/b c", "--config.train.steps=2"], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert "at step 2: 2.5000 nats" in done.stdout
+    assert "at step 2: 1.7329 nats per byte" in done.stdout
     train, generate = log.read_text().replace("ROMEO:\n", "ROMEO:").splitlines()
     assert train == "-m|jaxlm.train|--config=shakespeare|--workdir=runs/b c|--config.train.steps=2|"
     assert generate.startswith("-m|jaxlm.generate|runs/b c|--prompt=ROMEO:")

@@ -98,9 +98,21 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_3(number, tmp_path):
             break
     out, err = process.communicate(timeout=60)
     assert process.returncode == 3, err
-    assert "Traceback" not in err and "saved" in err
+    assert "Traceback" not in err and "saved. To go on:" in err and f"--workdir={tmp_path}" in err
     saved = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir())
     assert read_rows(tmp_path / "metrics.jsonl")[-1]["step"] == saved >= 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step_ends_the_command_at_once(number, tmp_path):
+    process = start("train", f"--config={TINY}", f"--workdir={tmp_path}", JAX_ENABLE_COMPILATION_CACHE="false")
+    for line in process.stdout:
+        if line.startswith("weights:"):        # compiling now
+            process.send_signal(number)
+            break
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3 and "Traceback" not in err and "interrupted" in err
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_parameters_start_from_another_run_when_asked(whole, tmp_path):
@@ -114,7 +126,7 @@ def test_parameters_start_from_another_run_when_asked(whole, tmp_path):
         f"--config.checkpoint.restore_from={whole}",
         "--config.model.dropout=0.1",
     )
-    assert f"weights: {whole}, its newest step (parameters)" in out and "restored" in out
+    assert f"weights: {whole}, step 12 (parameters)" in out and "restored" in out
     assert losses(tmp_path)[1][0] < losses(whole)[3][0]  # not the loss of random weights
 
 
@@ -153,6 +165,7 @@ def test_a_disk_that_fills_is_status_1_and_what_was_saved_stays_whole(whole, tmp
     )
     assert limited.returncode == 1, limited.stderr
     message = [line for line in limited.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in limited.stderr
     assert len(message) == 1 and "could not be written" in message[0] and "Checkpoints that are whole: 5." in message[0]
     assert same_bits(arrays(tmp_path, 5), before)
     run("train", f"--config={TINY}", f"--workdir={tmp_path}", *KEYS)
