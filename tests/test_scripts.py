@@ -146,7 +146,8 @@ def test_quickstart_hands_its_arguments_on_and_generates_from_the_same_run(tmp_p
     executable(root / "python", f'[[ $1 == - ]] && exec "{sys.executable}" "$@"; printf "%s|" "$@" >>"{log}"; echo >>"{log}"')
     executable(root / "scripts" / "setup.sh", f'root="{root}"; python="{root}/python"; setup_environment() {{ :; }}')
     (tmp_path / "runs" / "b c").mkdir(parents=True)
-    (tmp_path / "runs" / "b c" / "metrics.jsonl").write_text('{"step": 1, "eval_bits_per_byte": 3.0}\n{"step": 2, "eval_bits_per_byte": 2.5}\n')
+    rows = '{"step": 1, "eval_bits_per_byte": 3.0}\n{"step": 2, "eval_bits_per_byte": 2.5}\n'
+    (tmp_path / "runs" / "b c" / "metrics.jsonl").write_text(rows)
     run = ["bash", root / "scripts" / "quickstart.sh"]
     done = subprocess.run([*run, "--workdir=runs/b c", "--config.train.steps=2"], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
