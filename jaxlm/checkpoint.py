@@ -135,7 +135,7 @@ class Checkpoints:
         """Turns what the libraries below say of an unreadable checkpoint into one message."""
         try:
             yield
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - damage comes out of the libraries as any kind of exception
             reason = str(error).partition(" [tensorstore_spec")[0]
             raise RunError(
                 f"{self.directory / str(step)} cannot be read: {reason}. Nothing was changed. To go on from an older "

@@ -18,6 +18,7 @@ PLAIN_ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")
 POSITIONS = ("rope", "learned", "none")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
+LARGEST_SEED = 2**32 - 1
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -78,7 +79,7 @@ class DataConfig:
     eval: tuple[str, ...] = leaf((), "the same for evaluation; empty: the last eval_fraction of the training text")
     tokenizer: str = leaf("bytes", "'bytes' or the path of a Hugging Face tokenizer.json")
     sequence_length: int = leaf(256, "tokens per example", at_least=1)
-    seed: int = leaf(0, "seed of the order of examples", at_least=0)
+    seed: int = leaf(0, "seed of the order of examples", at_least=0, at_most=LARGEST_SEED)
     eval_fraction: float = leaf(0.1, "share of the training text, at its end, held out for evaluation", at_least=0, below=1)
     text_field: str = leaf("text", "field of a JSONL record that holds the text")
     eos: bool = leaf(True, "put the tokenizer's end token between documents")
@@ -135,7 +136,7 @@ class TrainConfig:
     stop_at: int | None = leaf(None, "stop and save after this step; the schedule still spans train.steps", at_least=1)
     global_batch_size: int = leaf(16, "examples per step, over all devices", at_least=1)
     gradient_accumulation: int = leaf(1, "microbatches per step", at_least=1)
-    seed: int = leaf(0, "seed of the initial parameters and of dropout", at_least=0)
+    seed: int = leaf(0, "seed of the initial parameters and of dropout", at_least=0, at_most=LARGEST_SEED)
     remat: tuple[str, ...] = leaf(
         ("dots",),
         "what the backward pass keeps: none (no recomputation), full, dots (matmul outputs), or names of activations to keep",
@@ -211,11 +212,6 @@ class Config:
     distributed: DistributedConfig = section(DistributedConfig, "several processes")
     kernels: KernelsConfig = section(KernelsConfig, "kernel backends")
 
-    @property
-    def stops_on_nonfinite(self) -> bool:
-        """Under loss scaling, overflow is expected and skipped: the scale adapts."""
-        return self.faults.on_nonfinite == "stop" and not self.precision.scales_loss
-
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A declaration as nested plain dicts (tuples stay tuples), the inverse of `to_config`."""
@@ -243,6 +239,8 @@ def to_config(values: Any) -> Config:
 def _check(config: Config) -> None:
     """Conditions between keys; those on a single key are declared with it."""
     model, train, data = config.model, config.train, config.data
+    if not model.window_pattern:
+        raise DeclarationError("config.model.window_pattern is empty; expected the windows of some layers, such as (None,).")
     if model.num_heads % model.kv_heads:
         divisors = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
         raise DeclarationError(

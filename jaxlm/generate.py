@@ -11,7 +11,7 @@ from partitioning.declaration import DeclarationError
 
 def main(flags: argparse.Namespace) -> None:
     sampling = dict(max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p)
-    check_sampling(**sampling)
+    check_sampling(**sampling, seed=flags.seed)
     prompt = read_prompt(flags)
     path, step, config = restored.open_config(flags)
     import jax

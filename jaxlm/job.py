@@ -57,6 +57,10 @@ class Job:
         make = jax.jit(self.initial_state, out_shardings=self.shardings(), compiler_options=options)
         return make(jax.random.key(self.config.train.seed))
 
+    def initial_counters(self) -> dict[str, jax.Array]:
+        """The counters at step 0, on every device."""
+        return jax.device_put(initial_counters(self.config), self.shardings()["counters"])
+
     def initial_state(self, key: jax.Array) -> dict[str, Any]:
         """The state at step 0; traceable."""
         params = self.model.init(key)

@@ -111,7 +111,7 @@ def run_loop(
                 }
             )
         waited = feed.wait_seconds
-        if config.stops_on_nonfinite and numbers["bad_step"] >= 0:
+        if config.faults.on_nonfinite == "stop" and numbers["bad_step"] >= 0:
             saved = checkpoints.steps()
             raise RunError(
                 f"loss or gradients were not finite at step {numbers['bad_step']} (config.faults.on_nonfinite = 'stop'). "
@@ -146,12 +146,12 @@ def run_loop(
         samples = sample is not None and is_due(step, train.sample_every)
         if logs or saves or evaluates or samples:
             read(step, metrics, logs)
-        if saves:
-            clock.skip(lambda: checkpoints.save(step, state, about(step)))
         if evaluates:
             recorder.row({"step": step, **clock.skip(lambda: evaluate(state["params"]))})
         if samples:
             recorder.text(step, clock.skip(lambda: sample(state["params"])))
+        if saves:
+            clock.skip(lambda: checkpoints.save(step, state, about(step)))
         if reason is not None and step < stop_at:
             checkpoints.wait()
             raise Stopped(f"{reason}: stopped after step {step}, saved.")

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from jaxlm.checkpoint import Checkpoints, find_source
 from jaxlm.commandline import load_config
 from jaxlm.config import Config
+from jaxlm.logs import read_rows
 from partitioning import MeshConfig
 from partitioning.declaration import DeclarationError
 
@@ -35,6 +35,9 @@ def open_config(flags: argparse.Namespace) -> tuple[pathlib.Path, int, Config]:
     if not any(key.startswith("mesh.") for key, _ in flags.overrides) and not fits(config.mesh, jax.device_count()):
         print(f"the run's mesh does not fit {jax.device_count()} device(s); using fsdp={jax.device_count()}", file=sys.stderr)
         config = dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=jax.device_count()))
+    # The figures do not depend on the batch, and so not on whether training's suits these devices.
+    rows = -(-config.train.global_batch_size // jax.device_count()) * jax.device_count()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=rows, gradient_accumulation=1))
     return path, step if step is not None else choose_step(path, flags.step), config
 
 
@@ -57,7 +60,7 @@ def choose_step(path: pathlib.Path, wanted: str) -> int:
     if wanted == "latest":
         return steps[-1]
     if wanted == "best":
-        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
+        rows = read_rows(path / "metrics.jsonl")
         scored = {row["step"]: row["eval_loss"] for row in rows if row.get("eval_loss") is not None and row["step"] in steps}
         if not scored:
             raise DeclarationError(
@@ -65,7 +68,7 @@ def choose_step(path: pathlib.Path, wanted: str) -> int:
                 f"{path / 'metrics.jsonl'}; give a number or latest."
             )
         return min(scored, key=scored.get)
-    if not wanted.isdigit() or int(wanted) not in steps:
+    if wanted not in map(str, steps):
         raise DeclarationError(f"--step={wanted}: expected latest, best or one of the saved steps: {', '.join(map(str, steps))}.")
     return int(wanted)
 

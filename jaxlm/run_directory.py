@@ -6,6 +6,8 @@ checkpoints/      one folder per saved step
 tensorboard/, sharding.txt
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -45,6 +47,28 @@ def default_workdir(name: str) -> pathlib.Path:
         number += 1
         path = base.with_name(f"{base.name}-{number}")
     return path
+
+
+@contextlib.contextmanager
+def sole_writer(workdir: pathlib.Path):
+    """Keeps a second run out of a run directory, as long as it is entered. Makes the directory.
+
+    Raises:
+      DeclarationError: another process writes there, or the directory cannot be made.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        handle = open(workdir / ".lock", "w")
+    except OSError as error:
+        raise DeclarationError(f"--workdir={workdir} cannot be made: {error.strerror or error}; give another folder.") from None
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DeclarationError(f"another run is writing in {workdir}; wait for its end, or give another --workdir.") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def write_atomically(path: pathlib.Path, text: str) -> None:

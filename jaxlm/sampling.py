@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlm.config import LARGEST_SEED
 from partitioning import resolve
 from partitioning.declaration import DeclarationError
 
@@ -20,7 +21,7 @@ def choose(logits_V: jax.Array, key: jax.Array, *, temperature: float, top_k: in
     """
     if temperature == 0:
         return jnp.argmax(logits_V)
-    logits_V = logits_V / temperature
+    logits_V = (logits_V - jnp.max(logits_V)) / temperature  # so that no temperature makes an infinity of the likeliest
     order_V = jnp.argsort(-logits_V)
     sorted_V = logits_V[order_V]
     if top_k is not None:
@@ -41,13 +42,16 @@ def generation_layout(job: Any) -> Any:
     return layout.on(job.mesh)
 
 
-def check_sampling(*, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_sampling(
+    *, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int = 0
+) -> None:
     """Raises DeclarationError for a sampling flag out of range."""
     for flag, value, fits, expected in (
             ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
             ("temperature", temperature, 0 <= temperature < float("inf"), "0 (greedy) or more"),
             ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
-            ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1")):
+            ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
+            ("seed", seed, 0 <= seed <= LARGEST_SEED, f"0 to {LARGEST_SEED}")):
         if not fits:
             raise DeclarationError(f"--{flag}={value}; expected {expected}.")
 

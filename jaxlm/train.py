@@ -11,12 +11,13 @@ import shlex
 import sys
 from typing import Any
 
-from jaxlm import commandline
+from jaxlm import commandline, starting_point
 from jaxlm.background import in_background
-from jaxlm.checkpoint import FORMAT, Checkpoints, find_source, saved_steps
+from jaxlm.checkpoint import FORMAT, Checkpoints, saved_steps
 from jaxlm.errors import RunError, Stopped
 from jaxlm.config import Config, to_dict
-from jaxlm.run_directory import check_resume, model_differences, default_workdir, load_saved_config, save_config
+from jaxlm.run_directory import check_resume, default_workdir, load_saved_config, save_config, sole_writer
+from jaxlm.starting_point import StartingPoint
 from partitioning.declaration import DeclarationError
 
 
@@ -44,19 +45,23 @@ def main(flags: argparse.Namespace) -> int:
     if flag_line:
         say(flag_line)
     stop_at = min(config.train.stop_at or config.train.steps, config.train.steps)
-    start = newest_step(workdir)
+    point = starting_point.find(config, workdir)
+    start = point.step
     if start >= stop_at:
         say(
             f"this run is finished: its newest checkpoint is of step {start}, and it was to end at {stop_at}. To go on, raise "
             f"--config.train.{'steps' if stop_at == config.train.steps else 'stop_at'}."
         )
         return 0
-    source = weights_source(job, start)
-    for line in opening_lines(job, data, start, stop_at, source):
+    starting_point.check(point, job, data, flags.allow_change)
+    sample = make_sample(job, data) if config.train.sample_every else None
+    for line in opening_lines(job, data, start, stop_at, point.words):
         say(line)
-    make_workdir(workdir)
-    with out_of_memory_explained(job), stop_with_command(resume_command(flags, workdir)):
-        train(job, data, workdir, start, stop_at)
+    lock = sole_writer(workdir) if jax.process_index() == 0 else contextlib.nullcontext()
+    with lock, out_of_memory_explained(job), stop_with_command(resume_command(flags, workdir)):
+        if starting_point.find(config, workdir) != point:
+            raise DeclarationError(f"another run has just written in {workdir}; run the same command again to go on from there.")
+        train(job, data, workdir, point, stop_at, sample)
     ended = "finished" if stop_at == config.train.steps else "stopped by config.train.stop_at"
     say(f"{ended} at step {stop_at}; to go on or to look again:\n  {resume_command(flags, workdir)}")
     return 0
@@ -82,13 +87,6 @@ def settle(flags: argparse.Namespace) -> tuple[pathlib.Path, Config, list[str]]:
     return workdir, config, check_resume(workdir, old, config, flags.allow_change) if old else []
 
 
-def make_workdir(workdir: pathlib.Path) -> None:
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DeclarationError(f"--workdir={workdir} cannot be made: {error.strerror or error}; give another folder.") from None
-
-
 @contextlib.contextmanager
 def stop_with_command(command: str):
     """Adds to the word that a run has stopped how it is gone on with."""
@@ -96,53 +94,6 @@ def stop_with_command(command: str):
         yield
     except Stopped as stop:
         raise Stopped(f"{stop} To go on:\n  {command}") from None
-
-
-def newest_step(workdir: pathlib.Path) -> int:
-    """The step of the newest complete checkpoint, 0 when there is none."""
-    names = saved_steps(workdir)
-    if not names:
-        return 0
-    reader = Checkpoints(workdir / "checkpoints", read_only=True)
-    steps = reader.steps()
-    if not steps:
-        raise RunError(
-            f"{workdir / 'checkpoints'} holds {', '.join(names)}, but none of them is complete. Nothing was touched; "
-            "move them away to start anew."
-        )
-    return steps[-1]
-
-
-def weights_source(job: Any, start: int) -> str:
-    """Where the first parameters come from, in words; what `checkpoint.restore_from` names is compared with the model here,
-    before anything compiles."""
-    config = job.config
-    if start:
-        return f"the checkpoint of step {start} in the run directory"
-    if not config.checkpoint.restore_from:
-        return f"random, seed {config.train.seed}"
-    path, step, reader = open_restore_from(config)
-    whole = config.checkpoint.restore == "all"
-    try:
-        reader.check(step, job.abstract_state() if whole else {"params": job.abstract_params()})
-    except DeclarationError as error:
-        keys = model_differences(load_saved_config(path), config)
-        raise DeclarationError(str(error) + "".join(f"\n{line}" for line in keys)) from None
-    return f"{path}, step {step} ({'whole state' if whole else 'parameters'})"
-
-
-def open_restore_from(config: Config) -> tuple[pathlib.Path, int, Checkpoints]:
-    """The run, the step and the reader that `checkpoint.restore_from` names.
-
-    Raises:
-      DeclarationError: there is no such checkpoint.
-    """
-    path, step = find_source(config.checkpoint.restore_from)
-    reader = Checkpoints(path / "checkpoints", read_only=True)
-    steps = reader.steps()
-    if step is None and not steps:
-        raise DeclarationError(f"config.checkpoint.restore_from = {config.checkpoint.restore_from!r} has no complete checkpoint.")
-    return path, steps[-1] if step is None else step, reader
 
 
 def opening_lines(job: Any, data: Any, start: int, stop_at: int, source: str) -> list[str]:
@@ -166,7 +117,7 @@ def opening_lines(job: Any, data: Any, start: int, stop_at: int, source: str) ->
     return lines + [f"note: {note}" for note in layout.notes]
 
 
-def train(job: Any, data: Any, workdir: pathlib.Path, start: int, stop_at: int) -> None:
+def train(job: Any, data: Any, workdir: pathlib.Path, point: StartingPoint, stop_at: int, sample: Any) -> None:
     """Prepares the step, the state and the feed side by side, then loops."""
     import jax
 
@@ -180,7 +131,7 @@ def train(job: Any, data: Any, workdir: pathlib.Path, start: int, stop_at: int) 
     config, is_main = job.config, jax.process_index() == 0
     train_step = in_background(lambda: compile_train_step(job))
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous)
-    state = initial_state(job, checkpoints, start)
+    state, start = starting_point.load(point, job), point.step
     if is_main:  # after the restore: a run that cannot go on is left as it was
         save_config(workdir, config)
         (workdir / "sharding.txt").write_text(text(job.layout) + "\n", "utf-8")
@@ -193,7 +144,6 @@ def train(job: Any, data: Any, workdir: pathlib.Path, start: int, stop_at: int) 
         rows=rows_of(shardings["inputs"], config.train.global_batch_size),
     )
     evaluate = make_evaluate_or_none(job, data)
-    sample = make_sample(job, data) if config.train.sample_every else None
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
         recorder = stack.enter_context(
@@ -231,23 +181,6 @@ def compile_train_step(job: Any) -> Any:
     return jitted.lower(job.abstract_state(), job.abstract_batch()).compile()
 
 
-def initial_state(job: Any, checkpoints: Checkpoints, start: int) -> Any:
-    """The state that training starts from: the run's own checkpoint, else restore_from, else random."""
-    import jax
-
-    if start:
-        return checkpoints.restore(start, job.abstract_state())
-    state = job.initialise()
-    if not job.config.checkpoint.restore_from:
-        return state
-    path, step, reader = open_restore_from(job.config)
-    if job.config.checkpoint.restore == "all":
-        return reader.restore(step, job.abstract_state())
-    params = reader.restore_params(step, job.abstract_params())
-    print(f"restored {len(jax.tree.leaves(params))} parameter arrays of step {step} from {path}")
-    return {**state, "params": params}
-
-
 def about(job: Any, data: Any, step: int) -> dict[str, Any]:
     """What is saved beside the arrays. The data position is the number of batches taken: their order is a function of it."""
     return {
@@ -271,6 +204,11 @@ def make_sample(job: Any, data: Any) -> Any:
 
     sampler = Sampler(job.model, generation_layout(job))
     prompt = data.tokenizer.encode(job.config.train.sample_prompt)
+    if not 0 < len(prompt) < job.config.model.max_positions:
+        raise DeclarationError(
+            f"config.train.sample_prompt has {len(prompt)} tokens; expected at least 1 and fewer than "
+            f"config.model.max_positions = {job.config.model.max_positions}."
+        )
 
     def sample(params) -> str:
         return data.tokenizer.decode(
@@ -287,8 +225,8 @@ def out_of_memory_explained(job: Any):
 
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(w in str(error) for w in ("RESOURCE_EXHAUSTED", "Out of memory")):
             raise
         largest = sorted(job.layout.rows, key=lambda row: -row.bytes_per_device)[:5]
         arrays = "\n".join(f"  {row.kind}/{row.path}: {row.bytes_per_device / 2**20:,.1f} MiB per device" for row in largest)

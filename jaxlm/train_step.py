@@ -94,13 +94,15 @@ def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any) -> 
         def accept(grad_norm):
             finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
             # Once a run is to be stopped, nothing may change any more: the loop looks only at logged steps.
-            return finite & (counters["bad_step"] < 0) if config.stops_on_nonfinite else finite
+            return finite & (counters["bad_step"] < 0) if config.faults.on_nonfinite == "stop" else finite
 
         new_params, new_slots, facts = optimizer.update(gradients, state["optimizer"], params, step=counters["step"],
                                                         updates=counters["updates"], accept=accept)
         applied = facts.pop("applied")
+        # Under loss scaling an overflow is expected, as long as the scale can still fall.
+        bad = ~applied & (scale <= loss_scale.SMALLEST) if config.precision.scales_loss else ~applied
         new_counters = dict(counters, step=step, updates=counters["updates"] + applied, skipped=counters["skipped"] + ~applied,
-                            bad_step=jnp.where((counters["bad_step"] < 0) & ~applied, step, counters["bad_step"]))
+                            bad_step=jnp.where((counters["bad_step"] < 0) & bad, step, counters["bad_step"]))
         if config.precision.scales_loss:
             adjusted = loss_scale.adjust({"scale": scale, "good_steps": counters["good_steps"]}, applied, config.precision)
             new_counters |= {"loss_scale": adjusted["scale"], "good_steps": adjusted["good_steps"]}

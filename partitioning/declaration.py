@@ -8,6 +8,7 @@ It knows nothing of what is being configured, so `partitioning` and its users sh
 import ast
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -114,7 +115,7 @@ def _convert(annotation: Any, value: Any, key: str) -> Any:
 def _match(annotation: Any, value: Any) -> tuple[Any, bool]:
     """The value as the annotation wants it, and whether it fits. Exact types first: '4' is no int, 1 is a float."""
     if annotation is Any:
-        return value, True
+        return _plain(value), True
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         for option in args:
@@ -176,6 +177,8 @@ def _check_range(metadata: Mapping, value: Any, key: str) -> None:
             )
         if not isinstance(item, (int, float)) or isinstance(item, bool):
             continue
+        if not math.isfinite(item):
+            raise DeclarationError(f"{key} = {item!r} is no finite number.")
         for bound, fits, words in (
             ("at_least", lambda v, b: v >= b, "at least"),
             ("above", lambda v, b: v > b, "above"),

@@ -41,11 +41,16 @@ def read_overrides(declared: Iterable[Any]) -> tuple[Override, ...]:
             raise DeclarationError(f"config.{source} = {pair!r}; expected a pair (regular expression on a parameter's path, "
                                    "axes of each dim), such as ('lm_head/kernel', (None, 'tensor')).")
         try:
-            re.compile(pair[0])
+            re.compile(_whole(pair[0]))
         except re.error as error:
             raise DeclarationError(f"config.{source}: {pair[0]!r} is no regular expression: {error}.") from None
         out.append(Override(pair[0], tuple(read_axes(axes, f"config.{source}") for axes in pair[1]), source))
     return tuple(out)
+
+
+def _whole(pattern: str) -> str:
+    """The expression for a whole path whose tail, from a slash on, is `pattern`."""
+    return f"(?:.*/)?(?:{pattern})"
 
 
 def match(overrides: Sequence[Override], params: Mapping[str, ArraySpec]) -> dict[str, Override]:
@@ -56,7 +61,7 @@ def match(overrides: Sequence[Override], params: Mapping[str, ArraySpec]) -> dic
     """
     decided: dict[str, Override] = {}
     for override in overrides:
-        matched = [path for path in params if re.fullmatch(f"(?:.*/)?(?:{override.pattern})", path)]
+        matched = [path for path in params if re.fullmatch(_whole(override.pattern), path)]
         mine = [path for path in matched if path not in decided]
         if not mine:
             raise DeclarationError(_matches_nothing(override, matched, decided, params))

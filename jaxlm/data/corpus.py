@@ -9,6 +9,7 @@ end. It stands neither in a corpus of one document nor at a cut.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -101,6 +102,8 @@ def open_data(config: DataConfig, vocab_size: int, *, train: bool = True) -> Dat
              "documents": sum(len(c.documents) for c in corpora), "separator": separator,
              "train_source": train_source, "eval_source": eval_source,
              "skipped_records": sum(c.skipped for c in corpora), "blank_documents": sum(c.blank for c in corpora)}
+    if train_examples:
+        facts["train_sha256"] = hashlib.sha256(np.ascontiguousarray(train_examples.tokens)).hexdigest()
     for name, examples in (("train", train_examples), ("eval", eval_examples)):
         facts |= {f"{name}_bytes": examples.bytes if examples else 0, f"{name}_tokens": examples.targets if examples else 0,
                   f"{name}_examples": len(examples) if examples else 0}

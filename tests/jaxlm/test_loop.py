@@ -1,12 +1,15 @@
 """The loop: a request to stop is never lost between the question and the answer."""
 
+import time
+
+import jax
 import numpy as np
 import pytest
 
+from jaxlm import loop as module
 from jaxlm.errors import Stopped
-from jaxlm.config import to_config
 from jaxlm.loop import run_loop
-from tests.system import tiny
+from tests.system.curves import config_of
 
 
 class Stop:
@@ -57,9 +60,9 @@ class Profile:
         return False
 
 
-def loop(stop, *, bad_step=-1, stop_at=20):
+def loop(stop, *, bad_step=-1, stop_at=20, **leaves):
     class Job:
-        config = to_config(tiny.get_config())
+        config = config_of(**leaves)
 
     metrics = dict(
         loss=np.float32(1), grad_norm=np.float32(1), learning_rate=np.float32(1), skipped=np.int32(0), bad_step=np.int32(bad_step)
@@ -101,3 +104,23 @@ def test_rows_are_written_at_the_first_step_at_logged_steps_and_at_the_last():
 def test_bad_numbers_stop_the_run_before_anything_is_saved():
     error, _, saved = loop(Stop(10**6), bad_step=1)
     assert "not finite at step 1" in str(error) and "none" in str(error) and saved == []
+
+
+def test_bad_numbers_between_logged_rows_are_seen_before_a_save():
+    error, rows, saved = loop(Stop(10**6), bad_step=2, checkpoint__every=4)
+    assert "not finite at step 2" in str(error) and saved == [] and [row["step"] for row in rows] == [1]
+
+
+def test_the_time_of_a_step_includes_waiting_for_its_numbers(monkeypatch):
+    """A device that takes its time: dispatching is instant, reading is not."""
+    get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: (time.sleep(0.05), get(x))[1])
+    _, rows, _ = loop(Stop(10**6), stop_at=2, train__log_every=1)
+    assert all(row["step_seconds"] >= 0.05 for row in rows)
+
+
+def test_mfu_is_of_all_devices(monkeypatch):
+    monkeypatch.setattr(module, "peak_flops", lambda kind, dtype: 1e9)
+    _, rows, _ = loop(Stop(10**6), stop_at=1)
+    flops = module.model_flops_per_token(config_of().model, 32)
+    assert rows[0]["mfu"] == pytest.approx(rows[0]["tokens_per_second"] * flops / (1e9 * jax.device_count()))

@@ -151,3 +151,39 @@ def test_gains_of_norms_are_not_rounded_to_the_compute_dtype():
     finer = {**params, "final_norm": {"scale": params["final_norm"]["scale"] * (1 + 2.0**-10)}}
     seen = job.layout.use(finer["final_norm"], "final_norm", "bfloat16")["scale"]
     assert seen.dtype == jnp.float32 and bool((seen != 1).all())
+
+
+def test_the_gradient_is_that_of_the_mean_over_targets():
+    """Written out by hand for an uneven batch, before clipping."""
+    job, step = compiled(mesh__data=1, optimizer__clip_norm=None)
+    batch = batch_of(job)
+    mask = np.array(np.random.default_rng(1).random(batch["mask"].shape) < 0.3)
+    batch = jax.device_put({**batch, "mask": mask}, job.batch_shardings())
+
+    def mean(params):
+        logits = job.model.logits(params, batch["inputs"])
+        scores = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)[..., 0]
+        return -jnp.sum(scores * mask) / mask.sum()
+
+    loss, gradients = jax.jit(jax.value_and_grad(mean))(job.initialise()["params"])
+    norm = np.sqrt(sum(float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(gradients)))
+    _, metrics = step(state_of(job), batch)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+
+
+def test_a_run_that_diverges_in_float16_stops_when_the_scale_can_fall_no_further():
+    job, step = compiled(mesh__data=1, precision__compute="float16", precision__loss_scale_initial=4.0)
+    state = poisoned(state_of(job), jnp.inf)
+    seen = []
+    for seed in range(4):
+        state, metrics = step(state, batch_of(job, seed))
+        seen.append((float(metrics["loss_scale"]), int(metrics["bad_step"])))
+    assert seen == [(2.0, -1), (1.0, -1), (1.0, 3), (1.0, 3)]
+
+
+def test_by_default_matrices_decay_and_nothing_else():
+    job, _ = compiled(mesh__data=1, model__bias=True, model__qk_norm=True)
+    decayed = job.optimizer.decayed
+    assert decayed and all(path.endswith("/kernel") for path in decayed)
+    assert "layers/attention/query/kernel" in decayed and "embed/embedding" not in decayed

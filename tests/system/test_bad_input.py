@@ -3,11 +3,13 @@ and nothing is made or harmed."""
 
 import importlib.util
 import json
+import shutil
 
 import jax
 import pytest
 
 from jaxlm import commandline, evaluate, explain, generate, train
+from jaxlm.run_directory import sole_writer
 from tests.system.commands import TINY, run
 
 NO_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="the wandb package is installed")
@@ -61,10 +63,14 @@ def tiny(*more):
         ("--config.checkpoint.restore_from=nowhere", ["nowhere"]),
         pytest.param("--config.log.wandb=project", ["wandb", "pip install"], marks=NO_WANDB),
         ("--config.log.profile_steps=12,10", ["profile_steps"]),
+        ("--config.model.window_pattern=()", ["window_pattern"]),
+        ("--config.optimizer.clip_norm=1e400", ["clip_norm", "finite"]),
+        ("--config.train.seed=99999999999", ["seed", "at most"]),
+        ("--config.sharding.overrides=(('(?i)LM_HEAD/kernel',(None,None)),)", ["(?i)LM_HEAD", "regular expression"]),
         ("--workdir=/proc/x", ["--workdir=/proc/x", "cannot be made"]),
-    ("--config.log.wandb=project", ["wandb", "pip install"]),
-    ("--config.log.profile_steps=12,10", ["profile_steps"]),
-    ("--workdir=/proc/x", ["--workdir=/proc/x", "cannot be made"]),
+        ("--config.log.wandb=project", ["wandb", "pip install"]),
+        ("--config.log.profile_steps=12,10", ["profile_steps"]),
+        ("--workdir=/proc/x", ["--workdir=/proc/x", "cannot be made"]),
     ],
 )
 def test_a_wrong_value_is_answered_before_anything_compiles(flag, words, refused, tmp_path):
@@ -133,6 +139,29 @@ def test_parameters_of_another_model_are_refused_with_the_keys_that_differ(refus
     assert not (tmp_path / "run").exists()
 
 
+def test_a_wrong_sample_prompt_is_refused_before_training(refused):
+    assert "config.train.sample_prompt has 0 tokens" in refused(
+        "train", *tiny("--config.train.sample_every=5", "--config.train.sample_prompt=")
+    )
+
+
+def test_a_step_that_is_no_number_and_a_row_cut_short_are_no_traceback(refused, finished, tmp_path):
+    assert "--step=" in refused("evaluate", finished, "--step=\u00b2")
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    with open(copy / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "eval_lo')
+    assert json.loads(run("evaluate", copy, "--step=best", "--json"))["step"] == 2
+
+
+def test_a_second_run_is_kept_out_of_a_run_directory(refused, finished):
+    with sole_writer(finished):
+        message = refused(
+            "train", f"--config={TINY}", f"--workdir={finished}", "--config.train.steps=4", "--config.optimizer.warmup_steps=1"
+        )
+    assert "another run is writing" in message
+
+
 def test_a_run_directory_without_its_configuration_is_refused(refused, finished, tmp_path):
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     assert "no config.json" in refused("train", *tiny())
@@ -155,6 +184,7 @@ def test_a_source_that_is_no_run_is_named(command, refused, finished):
         ("--max_new_tokens=0", "max_new_tokens"),
         ("--prompt=", "empty"),
         ("--prompt_file=nowhere.txt", "nowhere.txt"),
+        ("--seed=99999999999999999999999", "seed"),
     ],
 )
 def test_a_wrong_sampling_flag_is_explained(flag, words, refused, finished):
@@ -163,8 +193,6 @@ def test_a_wrong_sampling_flag_is_explained(flag, words, refused, finished):
 
 def test_a_checkpoint_that_cannot_be_read_is_never_a_fresh_start(finished, tmp_path):
     """The only checkpoint is damaged: status 1, no new training, nothing overwritten."""
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     for path in (copy / "checkpoints" / "2" / "state").rglob("*"):

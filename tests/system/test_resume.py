@@ -10,8 +10,10 @@ import pytest
 
 from jaxlm.checkpoint import Checkpoints
 from jaxlm.errors import RunError
+from jaxlm.job import build_job
 from jaxlm.logs import read_rows
 from tests.system.commands import TINY, run, start
+from tests.system.curves import config_of
 
 KEYS = ("--config.train.steps=12", "--config.train.log_every=1", "--config.checkpoint.every=4", "--config.model.dropout=0.1")
 
@@ -107,7 +109,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_3(number, tmp_path):
 def test_a_signal_before_the_first_step_ends_the_command_at_once(number, tmp_path):
     process = start("train", f"--config={TINY}", f"--workdir={tmp_path}", JAX_ENABLE_COMPILATION_CACHE="false")
     for line in process.stdout:
-        if line.startswith("weights:"):        # compiling now
+        if line.startswith("weights:"):  # compiling now
             process.send_signal(number)
             break
     _, err = process.communicate(timeout=60)
@@ -126,8 +128,28 @@ def test_parameters_start_from_another_run_when_asked(whole, tmp_path):
         f"--config.checkpoint.restore_from={whole}",
         "--config.model.dropout=0.1",
     )
-    assert f"weights: {whole}, step 12 (parameters)" in out and "restored" in out
+    count = len(jax.tree.leaves(build_job(config_of(), 1).model.specs))
+    assert f"weights: {whole}, step 12 ({count} arrays: parameters alone)" in out
     assert losses(tmp_path)[1][0] < losses(whole)[3][0]  # not the loss of random weights
+
+
+def test_a_whole_state_goes_on_from_another_run_at_its_step(whole, tmp_path):
+    """The rows past step 4 are those of the run that the state came from: data, schedule and counters stand at one step."""
+    source = f"--config.checkpoint.restore_from={whole}/checkpoints/8"
+    out = run("train", f"--config={TINY}", f"--workdir={tmp_path}", *KEYS, source, "--config.checkpoint.restore=all")
+    assert "step 8 (" in out and "arrays: the whole state)" in out
+    assert losses(tmp_path) == {step: row for step, row in losses(whole).items() if step > 8}
+    assert same_bits(arrays(tmp_path, 12), arrays(whole, 12))
+
+
+def test_other_data_on_a_resume_is_refused(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be. " * 400)
+    keys = (f"--config={TINY}", f"--workdir={tmp_path}/run", *KEYS, f"--config.data.train={text}")
+    run("train", *keys, "--config.train.stop_at=4")
+    text.write_text("To be, or not to me. " * 400)
+    assert "train_sha256" in run("train", *keys, status=2)
+    assert "step 12/12" in run("train", *keys, "--allow_change")
 
 
 def test_a_save_that_the_disk_has_no_room_for_does_not_begin(whole, tmp_path, monkeypatch):
