@@ -188,8 +188,11 @@ def simulate_devices(count: int | None) -> None:
         raise DeclarationError(f"--simulate_devices={count}; expected at least 1.")
     import jax
 
+    from jaxlm import xla_flags
+
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
+    xla_flags.add(xla_flags.SIMULATION_FLAGS)
 
 
 def _interrupt(number, frame):

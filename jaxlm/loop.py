@@ -85,6 +85,8 @@ def run_loop(
     flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
     peak = peak_flops(jax.devices()[0].device_kind, config.precision.compute)
     in_flight: collections.deque = collections.deque()
+    # Simulated devices share one pool of threads, where steps that pile up can keep each other's collectives waiting for ever.
+    ahead = 0 if jax.devices()[0].platform == "cpu" and jax.local_device_count() > 1 else IN_FLIGHT
     clock = Clock()
     waited = feed.wait_seconds
 
@@ -131,7 +133,7 @@ def run_loop(
         state, metrics = train_step(state, next(feed))
         clock.steps += 1
         in_flight.append(metrics["loss"])
-        if len(in_flight) > IN_FLIGHT:
+        if len(in_flight) > ahead:
             jax.block_until_ready(in_flight.popleft())
         if profile.after(step, lambda: jax.block_until_ready(metrics)):
             recorder.line(f"step {step}: profiler trace written")

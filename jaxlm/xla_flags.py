@@ -1,4 +1,4 @@
-"""The XLA flags that we set for NVIDIA GPUs: one table, a reason each.
+"""The XLA flags that we set, for NVIDIA GPUs and for simulated devices: a table each, with reasons.
 
 XLA reads the variable XLA_FLAGS when the first backend starts, so `apply` comes before anything asks JAX for devices. What
 the user has put into the variable stands. A name that XLA does not know ends the process, so a test tries all of these.
@@ -16,6 +16,12 @@ GPU_FLAGS = (
     ("xla_gpu_all_gather_combine_threshold_bytes", str(1 << 28),  "one gather for the weights of a layer, not one per array"),
     ("xla_gpu_reduce_scatter_combine_threshold_bytes", str(1 << 28), "the same for the gradients of a layer"),
     ("xla_gpu_all_reduce_combine_threshold_bytes", str(1 << 28),  "the same for gradients that are replicated"),
+)
+
+# For simulated devices: they share the cores, so one that keeps the others waiting is slow, not stuck.
+SIMULATION_FLAGS = (
+    ("xla_cpu_collective_call_terminate_timeout_seconds", "1200", "a busy machine ended the process after 40 s"),
+    ("xla_cpu_collective_call_warn_stuck_timeout_seconds", "120", "and printed a warning after 20 s"),
 )
 
 
@@ -39,8 +45,13 @@ def apply(platforms: str | None = None, environ: MutableMapping[str, str] = os.e
     """
     if not nvidia_gpu_expected(platforms):
         return None
+    add(GPU_FLAGS, environ)
+    return f"XLA_FLAGS: {environ['XLA_FLAGS']}"
+
+
+def add(flags: tuple, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Adds the flags of a table to XLA_FLAGS, but for those that are there already."""
     given = environ.get("XLA_FLAGS", "")
     taken = {word.lstrip("-").partition("=")[0] for word in given.split()}
-    ours = [f"--{name}={value}" for name, value, _ in GPU_FLAGS if name not in taken]
+    ours = [f"--{name}={value}" for name, value, _ in flags if name not in taken]
     environ["XLA_FLAGS"] = " ".join([given, *ours]).strip()
-    return f"XLA_FLAGS: {environ['XLA_FLAGS']}"

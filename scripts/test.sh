@@ -6,4 +6,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 setup_environment dev
 cd "$root"
-exec "$python" -m pytest -n 2 --dist loadscope "$@"
+exec "$python" -m pytest -n 2 --dist loadscope --max-worker-restart=0 "$@"

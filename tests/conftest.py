@@ -9,3 +9,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
+from jaxlm import xla_flags  # noqa: E402 - imports no JAX
+
+xla_flags.add(xla_flags.SIMULATION_FLAGS)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from jaxlm import xla_flags
-from jaxlm.xla_flags import GPU_FLAGS, apply, nvidia_gpu_expected
+from jaxlm.xla_flags import GPU_FLAGS, SIMULATION_FLAGS, add, apply, nvidia_gpu_expected
 
 
 def start_backend(flags):
@@ -14,7 +14,7 @@ def start_backend(flags):
 
 
 def test_xla_knows_every_flag_and_would_refuse_another():
-    done = start_backend(" ".join(f"--{name}={value}" for name, value, _ in GPU_FLAGS))
+    done = start_backend(" ".join(f"--{name}={value}" for name, value, _ in GPU_FLAGS + SIMULATION_FLAGS))
     assert done.returncode == 0, done.stderr
     refused = start_backend("--xla_gpu_no_such_flag=1")
     assert refused.returncode != 0 and "xla_gpu_no_such_flag" in refused.stderr
@@ -22,6 +22,14 @@ def test_xla_knows_every_flag_and_would_refuse_another():
 
 def test_every_flag_has_a_reason():
     assert all(reason and name.startswith("xla_gpu_") for name, _, reason in GPU_FLAGS)
+    assert all(reason and name.startswith("xla_cpu_") for name, _, reason in SIMULATION_FLAGS)
+
+
+def test_simulated_devices_are_given_time_unless_the_user_says_otherwise():
+    environ = {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=7"}
+    add(SIMULATION_FLAGS, environ)
+    words = environ["XLA_FLAGS"].split()
+    assert words[0].endswith("=7") and len(words) == len(SIMULATION_FLAGS)
 
 
 def test_on_a_cpu_nothing_is_set():

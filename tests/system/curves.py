@@ -55,6 +55,7 @@ def curve(config: Config, num_devices: int, steps: int = 50) -> tuple[np.ndarray
         for _ in range(steps):
             state, metrics = train_step(state, next(feed))
             rows.append((metrics["loss"], metrics["grad_norm"]))
+            jax.block_until_ready(state)  # simulated devices share a few threads; steps that pile up can starve each other
     loss, norm = np.array(jax.device_get(rows), np.float64).T
     return loss, norm
 
