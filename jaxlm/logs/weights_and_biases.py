@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import secrets
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ ID_FILE = "wandb_id"
 
 def check(project: str | None) -> None:
     """Raises DeclarationError if a project is named and the package is missing; before anything is made."""
-    if project and importlib.util.find_spec("wandb") is None:
+    if project and not (sys.modules.get("wandb") or importlib.util.find_spec("wandb")):
         raise DeclarationError(f"config.log.wandb = {project!r} needs a package that is not installed: "
                                "pip install -e '.[wandb]' in the repository, or set config.log.wandb=None.")
 
