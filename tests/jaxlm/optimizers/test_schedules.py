@@ -63,3 +63,11 @@ def test_a_warmup_and_decay_that_do_not_fit_the_run_are_refused_with_the_numbers
 def test_runs_too_short_to_decay_have_finite_rates_up_to_the_peak(name, steps, warmup):
     r = rates(steps, schedule=name, warmup_steps=warmup)
     assert ((r > 0) & (r <= 2.0)).all()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("steps", [40, 500, 740, 1000])
+def test_under_jit_the_last_rate_is_exactly_the_final_one_and_none_is_negative(schedule, steps):
+    config = OptimizerConfig(schedule=schedule, learning_rate=0.007, final_fraction=0.0)
+    rates = jax.jit(jax.vmap(make_schedule(config, steps)))(np.arange(steps))
+    assert float(rates[-1]) == 0 and float(rates.min()) >= 0
