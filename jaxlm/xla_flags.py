@@ -20,8 +20,8 @@ GPU_FLAGS = (
 
 # For simulated devices: they share the cores, so one that keeps the others waiting is slow, not stuck.
 SIMULATION_FLAGS = (
-    ("xla_cpu_collective_call_terminate_timeout_seconds", "1200", "a busy machine ended the process after 40 s"),
-    ("xla_cpu_collective_call_warn_stuck_timeout_seconds", "120", "and printed a warning after 20 s"),
+    ("xla_cpu_collective_call_terminate_timeout_seconds", "1200", "XLA ends a process whose device waits longer"),
+    ("xla_cpu_collective_call_warn_stuck_timeout_seconds", "120", "and warns of one that waits longer than this"),
 )
 
 
