@@ -234,6 +234,7 @@ def run(
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
         os._exit(3)  # at once: a compile that is under way in a thread cannot be called off
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -121,13 +121,6 @@ def run_loop(
                 "Lower config.optimizer.learning_rate, look at the data of that step, or set config.faults.on_nonfinite = 'skip'."
             )
 
-    def look(step: int) -> None:
-        """Evaluation and a text sample of the state after `step`."""
-        if evaluate and (is_due(step, train.eval_every) or step == train.steps):
-            recorder.row({"step": step, **clock.skip(lambda: evaluate(state["params"]))})
-        if sample and (is_due(step, train.sample_every)):
-            recorder.text(step, clock.skip(lambda: sample(state["params"])))
-
     for step in range(start + 1, stop_at + 1):
         profile.before(step)
         state, metrics = train_step(state, next(feed))

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jaxlm import loop as module
-from jaxlm.errors import Stopped
+from jaxlm.errors import RunError, Stopped
+from jaxlm.job import build_job
 from jaxlm.loop import run_loop
+from jaxlm.train import out_of_memory_explained
 from tests.system.curves import config_of
 
 
@@ -33,11 +35,12 @@ class Recorder:
 
 
 class Checkpoints:
-    def __init__(self):
-        self.saved = []
+    def __init__(self, on_save):
+        self.saved, self.on_save = [], on_save
 
     def save(self, step, state, about):
         self.saved.append(step)
+        self.on_save()
 
     def steps(self):
         return self.saved
@@ -61,7 +64,7 @@ class Profile:
         return False
 
 
-def loop(stop, *, bad_step=-1, stop_at=20, **leaves):
+def loop(stop, *, bad_step=-1, stop_at=20, evaluate=None, on_save=lambda rows: None, **leaves):
     class Job:
         config = config_of(**leaves)
 
@@ -74,7 +77,8 @@ def loop(stop, *, bad_step=-1, stop_at=20, **leaves):
         step = next(count)
         return {"params": {}}, {**metrics, "bad_step": np.int32(bad_step if 0 < bad_step <= step else -1)}
 
-    recorder, checkpoints = Recorder(), Checkpoints()
+    recorder = Recorder()
+    checkpoints = Checkpoints(lambda: on_save(recorder.rows))
     error = None
     try:
         run_loop(
@@ -87,7 +91,7 @@ def loop(stop, *, bad_step=-1, stop_at=20, **leaves):
             recorder=recorder,
             checkpoints=checkpoints,
             about=lambda step: {},
-            evaluate=None,
+            evaluate=evaluate,
             sample=None,
             profile=Profile(),
             stop=stop,
@@ -129,5 +133,36 @@ def test_the_time_of_a_step_includes_waiting_for_its_numbers(monkeypatch):
 def test_mfu_is_of_all_devices(monkeypatch):
     monkeypatch.setattr(module, "peak_flops", lambda kind, dtype: 1e9)
     _, rows, _ = loop(Stop(10**6), stop_at=1)
-    flops = module.model_flops_per_token(config_of().model, 32)
-    assert rows[0]["mfu"] == pytest.approx(rows[0]["tokens_per_second"] * flops / (1e9 * jax.device_count()))
+    per_token = module.model_flops_per_token(config_of().model, 32)
+    assert rows[0]["mfu"] == pytest.approx(rows[0]["tokens_per_second"] * per_token / (1e9 * jax.device_count()))
+
+
+def test_a_step_is_evaluated_before_it_is_saved():
+    """A run that is killed right after its last save is finished; its evaluation must be on record by then."""
+    at_save = []
+    loop(
+        Stop(10**6),
+        stop_at=50,
+        evaluate=lambda params: {"eval_loss": 1.0},
+        on_save=lambda rows: at_save.append("eval_loss" in rows[-1]),
+    )
+    assert at_save == [True]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("numpy"),
+        jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 1 bytes"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 bytes"),
+    ],
+)
+def test_running_out_of_memory_names_the_largest_arrays_and_what_to_change(error):
+    job = build_job(config_of(mesh__data=1), 1)
+    with (
+        pytest.raises(RunError, match=r"out of memory(.|\n)*activations/logits(.|\n)*gradient_accumulation"),
+        out_of_memory_explained(job),
+    ):
+        raise error
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another"), out_of_memory_explained(job):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another")
