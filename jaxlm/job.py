@@ -107,6 +107,7 @@ def build_job(config: Config, num_devices: int) -> Job:
         config.model,
         param_dtype=config.precision.params,
         compute_dtype=config.precision.compute,
+        gradient_dtype=config.precision.gradients,
         remat=config.train.remat,
         attention_backend=config.kernels.attention,
     )

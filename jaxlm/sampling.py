@@ -36,7 +36,7 @@ def choose(logits_V: jax.Array, key: jax.Array, *, temperature: float, top_k: in
 def generation_layout(job: Any) -> Any:
     """The job's layout for one prompt: parameters as they are, activations not split along batch or length."""
     sharding = job.config.sharding
-    rules = {**sharding.activations.get("rules", {}), "batch": None, "length": None}
+    rules = {**sharding.activations.get("rules", {}), "batch": None, "length": None, "stream_length": None}
     sharding = dataclasses.replace(sharding, activations={**sharding.activations, "rules": rules})
     layout = resolve(job.layout.sizes, sharding, job.model.specs, job.optimizer.specs, job.model.activations(1, 1))
     return layout.on(job.mesh)

@@ -1,35 +1,55 @@
-"""Products that accumulate in float32, whatever their operands are, forwards and backwards.
+"""Products whose result and gradients each have the dtype that they are wanted in. All accumulate in float32.
 
-`jnp.einsum(..., preferred_element_type=float32)` on bfloat16 operands has a float32 cotangent, so that JAX's own backward
-pass multiplies float32 by bfloat16: a matmul at a fraction of the speed, which nobody asked for. Here the cotangent is
-rounded to the operands' dtype first, as it is for every other matmul of a model.
+JAX ties the dtype of a gradient to that of its operand, and the dtypes of a product's operands to each other. Training in
+bfloat16 wants neither: gradients of weights should leave the product in float32, because it is there that they are summed
+over devices and microbatches; and logits and scores should come out in float32, but their cotangents should be rounded
+before the backward products, which otherwise run in float32 at a fraction of the speed.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-def einsum_float32(pattern: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The einsum of two arrays of one dtype, as float32; the gradients have the operands' dtype."""
-    if a.dtype == b.dtype == jnp.float32:
-        return jnp.einsum(pattern, a, b)
-    return _einsum(pattern, a, b)
+def einsum(pattern: str, x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:
+    """The einsum of two arrays, multiplied in the dtype of `x`.
+
+    Args:
+      pattern: 'a,b->c'; every index of one operand is in the other or in the result.
+      x: an activation.
+      w: an activation or a weight, of the same dtype or a wider one; it is rounded to that of `x`.
+      dtype: of the result; None is that of `x`.
+
+    Returns:
+      The product. Backwards, the cotangent is rounded to the dtype of `x`, and each gradient is one product that comes
+      out in the dtype of its own operand.
+    """
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    if x.dtype == w.dtype == dtype:
+        return jnp.einsum(pattern, x, w)
+    return _einsum(pattern, dtype, x, w)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _einsum(pattern, a, b):
-    return jnp.einsum(pattern, a, b, preferred_element_type=jnp.float32)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _einsum(pattern, dtype, x, w):
+    return jnp.einsum(pattern, x, w.astype(x.dtype), preferred_element_type=dtype)
 
 
-def _forward(pattern, a, b):
-    return _einsum(pattern, a, b), (a, b)
+def _forward(pattern, dtype, x, w):
+    rounded = w.astype(x.dtype)
+    # An empty array remembers the dtype of w.
+    return jnp.einsum(pattern, x, rounded, preferred_element_type=dtype), (x, rounded, jnp.zeros((0,), w.dtype))
 
 
-def _backward(pattern, operands, cotangent):
-    _, vjp = jax.vjp(functools.partial(jnp.einsum, pattern), *operands)
-    return vjp(cotangent.astype(operands[0].dtype))
+def _backward(pattern, dtype, residuals, cotangent):
+    x, w, like_w = residuals
+    operands, _, result = pattern.partition("->")
+    of_x, of_w = operands.split(",")
+    cotangent = cotangent.astype(x.dtype)
+    return (jnp.einsum(f"{result},{of_w}->{of_x}", cotangent, w),
+            jnp.einsum(f"{of_x},{result}->{of_w}", x, cotangent, preferred_element_type=like_w.dtype))
 
 
 _einsum.defvjp(_forward, _backward)

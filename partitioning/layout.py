@@ -28,7 +28,7 @@ from partitioning.overrides import Override, match, read_overrides, rules_of
 from partitioning.paths import flatten, join, map_paths, unflatten
 from partitioning.placement import Placed, check_claims, dim_name, place, spread
 from partitioning.tables import Rule, ShardingConfig, Table, declared_dims, read_axes, read_tables
-from partitioning.unsharded import cast, dtype_in_use
+from partitioning.unsharded import cast, dtypes_in_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,20 +130,26 @@ class Layout:
               _rules("", dims, self.activation_table), self.sizes)
         return _constrain(x, self.mesh, spec)
 
-    def use(self, params: Any, prefix: str, dtype: Any, stacked: bool = False) -> Any:
+    def use(self, params: Any, prefix: str, dtype: Any, gradients: Any = None, *, stacked: bool = False) -> Any:
         """Parameters as a computation needs them: in `dtype` (floats; vectors stay as they are), gathered from where they rest.
 
         Backward, each gradient is reduced to the gradients table's layout and then cast to its parameter's dtype. On
         one device this is the cast alone.
 
+        A gradient has the dtype of its array, and is reduced in it: bfloat16 for a computation in bfloat16. With
+        `gradients='float32'` the arrays are rounded to `dtype`, and travel so, but come out as float32, for a product
+        that rounds them back (which loses nothing, and the compiler drops both casts) and computes their gradient in
+        float32.
+
         Args:
           params: a subtree of the parameters, or one array.
           prefix: its path, such as 'layers' or 'embed'.
           dtype: of the computation.
+          gradients: the narrowest dtype that gradients may be reduced in; None is that of the computation.
           stacked: whether arrays with a leading dim `layers` still have it; one layer's slice, as in a scan, does not.
         """
         if self._bound().size == 1:
-            return cast(params, dtype)
+            return cast(params, dtype, gradients)
 
         def gather(path: str, x: jax.Array) -> jax.Array:
             weight = self._weight(path)
@@ -152,7 +158,7 @@ class Layout:
             if x.ndim != len(weight.stored):
                 raise ValueError(f"{path} has {x.ndim} dims here, but its spec {weight.stored} has {len(weight.stored)}: "
                                  f"stacked={stacked} is wrong, or the prefix {prefix!r} is.")
-            return _gather(x, self.mesh, weight, jnp.dtype(dtype_in_use(x, dtype)), jnp.dtype(x.dtype))
+            return _gather(x, self.mesh, weight, *dtypes_in_use(x, dtype, gradients), jnp.dtype(x.dtype))
 
         return map_paths(gather, params, prefix)
 
@@ -298,18 +304,18 @@ def _constrain(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(context if context.axis_names == AXES else mesh, spec))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x: jax.Array, mesh: Mesh, weight: Weight, dtype: Any, param_dtype: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def _gather(x: jax.Array, mesh: Mesh, weight: Weight, dtype: Any, carrier: Any, param_dtype: Any) -> jax.Array:
     # Cast first and pin the cast where the parameter rests: else XLA gathers before it casts, and moves float32.
     x = _constrain(x.astype(dtype), mesh, weight.stored)
-    return x if weight.used == weight.stored else _constrain(x, mesh, weight.used)
+    return (x if weight.used == weight.stored else _constrain(x, mesh, weight.used)).astype(carrier)
 
 
-def _gather_forward(x, mesh, weight, dtype, param_dtype):
-    return _gather(x, mesh, weight, dtype, param_dtype), None
+def _gather_forward(x, mesh, weight, dtype, carrier, param_dtype):
+    return _gather(x, mesh, weight, dtype, carrier, param_dtype), None
 
 
-def _gather_backward(mesh, weight, dtype, param_dtype, _, cotangent):
+def _gather_backward(mesh, weight, dtype, carrier, param_dtype, _, cotangent):
     # First as the parameter was used: a table's gradient is then summed over the batch where the lookups are, and the two
     # constraints together are a reduce-scatter. Without it XLA gathers the whole batch's activations instead.
     cotangent = _constrain(cotangent, mesh, weight.used)

@@ -14,21 +14,29 @@ class Unsharded:
         del dims
         return x
 
-    def use(self, params: Any, prefix: str, dtype: Any, stacked: bool = False) -> Any:
-        """`params` in `dtype`, the floating ones; vectors stay as they are."""
+    def use(self, params: Any, prefix: str, dtype: Any, gradients: Any = None, *, stacked: bool = False) -> Any:
+        """`params` in `dtype`, the floating ones; vectors stay as they are. For `gradients` see `Layout.use`."""
         del prefix, stacked
-        return cast(params, dtype)
+        return cast(params, dtype, gradients)
 
 
 UNSHARDED = Unsharded()
 
 
-def cast(params: Any, dtype: Any) -> Any:
-    """A pytree with its floating arrays in their `dtype_in_use`."""
-    return jax.tree.map(lambda x: x.astype(dtype_in_use(x, dtype)), params)
+def cast(params: Any, dtype: Any, gradients: Any = None) -> Any:
+    """A pytree with its floating arrays in their `dtypes_in_use`."""
+    def one(x):
+        rounded, carrier = dtypes_in_use(x, dtype, gradients)
+        return x.astype(rounded).astype(carrier)
+    return jax.tree.map(one, params)
 
 
-def dtype_in_use(x: jax.Array, dtype: Any) -> Any:
-    """What `x` is cast to for a computation in `dtype`: vectors (gains and offsets of norms, which are computed in float32)
-    and what is no float stay as they are."""
-    return dtype if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+def dtypes_in_use(x: jax.Array, dtype: Any, gradients: Any = None) -> tuple[Any, Any]:
+    """What `x` is rounded to for a computation in `dtype`, and the dtype that then carries it, and so its gradient: the
+    wider of the two. Vectors (gains and offsets of norms, which are computed in float32) and what is no float stay as
+    they are."""
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.dtype(x.dtype), jnp.dtype(x.dtype)
+    rounded = jnp.dtype(dtype)
+    carries = gradients is not None and jnp.dtype(gradients).itemsize > rounded.itemsize
+    return rounded, jnp.dtype(gradients) if carries else rounded

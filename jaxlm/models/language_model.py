@@ -21,7 +21,7 @@ from jaxlm.config import ModelConfig
 from jaxlm.models import dropout as dropout_sites
 from jaxlm.models import parameters, rematerialisation, rope
 from jaxlm.models.dropout import Dropout
-from jaxlm.models.transformer import Shared, Transformer
+from jaxlm.models.transformer import STREAM, WHOLE, Shared, Transformer
 from kernels.attention import UnsupportedError, check_name
 from kernels.cross_entropy import cross_entropy
 from partitioning.array import ArraySpec
@@ -42,7 +42,8 @@ class Sums(NamedTuple):
 
 
 def build_model(config: ModelConfig, *, param_dtype: Any = "float32", compute_dtype: Any = "float32",
-                remat: tuple[str, ...] = ("dots",), attention_backend: str = "auto") -> "LanguageModel":
+                gradient_dtype: Any = "float32", remat: tuple[str, ...] = ("dots",),
+                attention_backend: str = "auto") -> "LanguageModel":
     """The model of a configuration. Needs no device and no memory.
 
     Raises:
@@ -60,7 +61,8 @@ def build_model(config: ModelConfig, *, param_dtype: Any = "float32", compute_dt
     declared = parameters.declarations(module)
     graphs = {part: nnx.split(getattr(module, part))[0] for part in dict.fromkeys(path.split("/")[0] for path in declared)}
     return LanguageModel(config, parameters.specs(declared, param_dtype, config.num_layers), jnp.dtype(param_dtype),
-                         jnp.dtype(compute_dtype), tuple(remat), attention_backend, declared, graphs, frequencies)
+                         jnp.dtype(compute_dtype), jnp.dtype(gradient_dtype), tuple(remat), attention_backend, declared, graphs,
+                         frequencies)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,6 +76,7 @@ class LanguageModel:
     specs: dict[str, Any]
     param_dtype: Any
     compute_dtype: Any
+    gradient_dtype: Any
     remat: tuple[str, ...]
     attention_backend: str
     _declared: dict[str, nnx.Param]
@@ -90,7 +93,8 @@ class LanguageModel:
         rows = ("batch", "length")
         return {
             "tokens": ArraySpec((batch, length), jnp.dtype("int32"), rows),
-            "stream": ArraySpec((batch, length, c.embed_dim), dtype, (*rows, "embed")),
+            "stream": ArraySpec((batch, length, c.embed_dim), dtype, STREAM),
+            "normed": ArraySpec((batch, length, c.embed_dim), dtype, WHOLE),
             "query": ArraySpec((batch, length, c.num_heads, c.head_width), dtype, (*rows, "heads", "head_dim")),
             "key": ArraySpec((batch, length, c.kv_heads, c.head_width), dtype, (*rows, "kv_heads", "head_dim")),
             "mlp": ArraySpec((batch, length, c.mlp_dim), dtype, (*rows, "mlp")),
@@ -169,25 +173,28 @@ class LanguageModel:
             raise DeclarationError(f"a sequence of {L} tokens is longer than config.model.max_positions = {c.max_positions}.")
 
         def part(name):
-            return nnx.merge(self._graphs[name], shard.use(params[name], name, self.compute_dtype))
+            return nnx.merge(self._graphs[name], self._use(shard, params[name], name))
 
         embed = part("embed")
-        x_BLD = embed(tokens_BL)
+        x_BLD = embed(tokens_BL).astype(self.compute_dtype)
         if c.position == "learned":
             table = part("positions")
-            x_BLD = x_BLD + (table.first(L) if positions_BL is None else table(positions_BL))
-        x_BLD = shard.constrain(masks(x_BLD, 0, dropout_sites.EMBEDDING), ("batch", "length", "embed"))
+            x_BLD = x_BLD + (table.first(L) if positions_BL is None else table(positions_BL)).astype(x_BLD.dtype)
+        x_BLD = shard.constrain(masks(x_BLD, 0, dropout_sites.EMBEDDING), STREAM)
         rotation = None
         if c.position == "rope":
             rotation = rope.angles(jnp.arange(L) if positions_BL is None else positions_BL, self._frequencies)
         shared = Shared(shard, rotation, segment_ids_BL, masks, 0 if cache is None else cache["length"], self.attention_backend)
         x_BLD, cache = self._layers(params["layers"], x_BLD, shared, cache)
-        x_BLD = part("final_norm")(x_BLD)
+        x_BLD = shard.constrain(part("final_norm")(x_BLD), WHOLE)
         logits_BLV = (embed if c.tie_embeddings else part("lm_head")).logits(x_BLD)
         logits_BLV = shard.constrain(logits_BLV, ("batch", "length", "vocab"))
         if c.logit_softcap is not None:
             logits_BLV = c.logit_softcap * jnp.tanh(logits_BLV / c.logit_softcap)
         return logits_BLV, cache
+
+    def _use(self, shard, params, prefix):
+        return shard.use(params, prefix, self.compute_dtype, self.gradient_dtype)
 
     def _layers(self, stacked, x_BLD, shared, cache):
         """All blocks in turn, looped or unrolled."""
@@ -199,7 +206,7 @@ class LanguageModel:
 
         def block(window):
             def run(x_BLD, params, layer, cache):
-                weights = shared.shard.use(params, "layers", self.compute_dtype)
+                weights = self._use(shared.shard, params, "layers")
                 return nnx.merge(self._graphs["layers"], weights)(x_BLD, shared, layer, window, cache)
 
             policy = self.remat if cache is None else ("none",)

@@ -6,8 +6,8 @@ options span GPT-2 (Radford et al. 2019: LayerNorm, learned positions, plain MLP
 (Grattafiori et al. 2024, arXiv:2407.21783: RMSNorm, RoPE, gated MLP, grouped-query attention), both with the norm before
 each part and one more at the end.
 
-Matmuls run in the dtype of their input; norms, softmax and logits are float32. Of sharding a module knows one thing: it
-tells `shard.constrain` what the dimensions of an activation mean.
+Matmuls run in the dtype of their input (`kernels.matmul`); norms, softmax and logits are float32. Of sharding a module
+knows one thing: it tells `shard.constrain` what the dimensions of an activation mean.
 
 Initial values: matrices are normal with variance 1 / fan_in, so that a normalised input gives outputs of variance 1. The
 two matrices that add to the residual stream are scaled down by sqrt(2 * num_layers) more, the number of such additions
@@ -27,7 +27,7 @@ from jaxlm.models.dropout import Dropout
 from jaxlm.models.parameters import Normal, declare
 from jaxlm.models.rematerialisation import name
 from kernels.attention import attention
-from kernels.matmul import einsum_float32
+from kernels.matmul import einsum
 
 ACTIVATIONS = {
     "swiglu": jax.nn.silu,                     # Shazeer 2020, arXiv:2002.05202
@@ -39,6 +39,11 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
 }
 TABLE = Normal(std=0.02)
+# The residual stream, and what a part of a block makes of it. They differ in the name of the length, so that the stream
+# and all that is done per token (norms, dropout, additions) can be split along it where the parts cannot: sequence
+# parallelism (Korthikanti et al. 2022, arXiv:2205.05198) is a rule for stream_length.
+STREAM = ("batch", "stream_length", "embed")
+WHOLE = ("batch", "length", "embed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,7 @@ class Linear(nnx.Module):
         self.bias = declare(shape[inputs:], dims[inputs:], Normal()) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum(self.pattern, x, self.kernel[...])
+        y = einsum(self.pattern, x, self.kernel[...])
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
@@ -112,7 +117,7 @@ class Embedding(nnx.Module):
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Tied output: float32 products with every row."""
-        return einsum_float32("bld,vd->blv", x_BLD, self.embedding[...])
+        return einsum("bld,vd->blv", x_BLD, self.embedding[...], jnp.float32)
 
 
 class Head(nnx.Module):
@@ -124,7 +129,7 @@ class Head(nnx.Module):
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Float32 [B, L, V]."""
-        return einsum_float32("bld,dv->blv", x_BLD, self.kernel[...])
+        return einsum("bld,dv->blv", x_BLD, self.kernel[...], jnp.float32)
 
 
 class Attention(nnx.Module):
@@ -203,11 +208,11 @@ class Block(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, shared: Shared, layer, window, cache=None) -> tuple[jax.Array, Any]:
         """The residual stream after this block, and its cache. `layer` and `window` may be traced (they are scanned along)."""
-        stream = ("batch", "length", "embed")
-        y_BLD, cache = self.attention(self.attention_norm(x_BLD), shared, window, cache)
-        x_BLD = shared.shard.constrain(x_BLD + shared.dropout(y_BLD, layer, dropout.ATTENTION), stream)
-        y_BLD = self.mlp(self.mlp_norm(x_BLD), shared)
-        return shared.shard.constrain(x_BLD + shared.dropout(y_BLD, layer, dropout.MLP), stream), cache
+        constrain = shared.shard.constrain
+        y_BLD, cache = self.attention(constrain(self.attention_norm(x_BLD), WHOLE), shared, window, cache)
+        x_BLD = x_BLD + shared.dropout(constrain(y_BLD, STREAM), layer, dropout.ATTENTION)
+        y_BLD = self.mlp(constrain(self.mlp_norm(x_BLD), WHOLE), shared)
+        return x_BLD + shared.dropout(constrain(y_BLD, STREAM), layer, dropout.MLP), cache
 
 
 class Transformer(nnx.Module):

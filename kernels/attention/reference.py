@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.attention.call import Call
-from kernels.matmul import einsum_float32
+from kernels.matmul import einsum
 
 NUM_BLOCKS = 4
 MIN_BLOCK = 64                                 # shorter blocks cost more to compile than they save
@@ -30,7 +30,7 @@ def attention(q_BTHK, k_BSGK, v_BSGK, *, causal, window, query_offset, q_segment
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
     outputs = []
     for start, stop, first, last in visible_blocks(T, S, causal, window, query_offset):
-        scores_BGTRS = scale * einsum_float32("btgrk,bsgk->bgtrs", q_BTGRK[:, start:stop], k_BSGK[:, first:last])
+        scores_BGTRS = scale * einsum("btgrk,bsgk->bgtrs", q_BTGRK[:, start:stop], k_BSGK[:, first:last], jnp.float32)
         if softcap is not None:
             scores_BGTRS = softcap * jnp.tanh(scores_BGTRS / softcap)
         seen = _seen(jnp.arange(start, stop), jnp.arange(first, last), causal, window, query_offset)

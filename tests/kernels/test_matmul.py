@@ -3,14 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from kernels.matmul import einsum_float32
+from kernels.matmul import einsum
 
 
 def test_bfloat16_operands_give_float32_sums_and_bfloat16_gradients():
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((5, 300), (300, 7)))
-    out, vjp = jax.vjp(lambda a, b: einsum_float32("ij,jk->ik", a, b), a, b)
+    out, vjp = jax.vjp(lambda a, b: einsum("ij,jk->ik", a, b, jnp.float32), a, b)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), atol=1e-4)
     cotangent = rng.standard_normal((5, 7)).astype(np.float32)
@@ -22,9 +23,31 @@ def test_bfloat16_operands_give_float32_sums_and_bfloat16_gradients():
 
 def test_no_product_of_the_backward_pass_mixes_dtypes():
     a, b = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 3), jnp.bfloat16)
-    jaxpr = jax.make_jaxpr(jax.grad(lambda a, b: jnp.sin(einsum_float32("ij,jk->ik", a, b)).sum(), (0, 1)))(a, b)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda a, b: jnp.sin(einsum("ij,jk->ik", a, b, jnp.float32)).sum(), (0, 1)))(a, b)
     dots = [e for e in _equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
     assert len(dots) >= 3 and all(v.aval.dtype == jnp.bfloat16 for e in dots for v in e.invars)
+
+
+def test_a_wider_weight_is_rounded_and_its_gradient_is_not():
+    rng = np.random.default_rng(1)
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((400, 5), (5, 7)))
+    out, vjp = jax.vjp(lambda x, w: einsum("ij,jk->ik", x, w), x, w.astype(jnp.float32) * (1 + 1e-4))
+    assert out.dtype == jnp.bfloat16 and np.array_equal(out, x @ w)
+    cotangent = jnp.asarray(rng.standard_normal((400, 7)), jnp.bfloat16)
+    d_x, d_w = vjp(cotangent)
+    assert (d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(d_w, np.asarray(x, np.float64).T @ np.asarray(cotangent, np.float64), atol=1e-3)
+
+
+@pytest.mark.parametrize("pattern", ["bld,dhk->blhk", "blhk,hkd->bld", "bld,vd->blv", "btgrk,bsgk->bgtrs"])
+def test_gradients_are_those_of_the_plain_einsum(pattern):
+    rng = np.random.default_rng(2)
+    sizes = dict(zip("bldhkvtgrs", (2, 3, 4, 5, 6, 7, 3, 2, 2, 5)))
+    a, b = (jnp.asarray(rng.standard_normal([sizes[i] for i in word]), jnp.float16).astype(jnp.float32)
+            for word in pattern.partition("->")[0].split(","))
+    ours = jax.grad(lambda a, b: einsum(pattern, a.astype(jnp.float16), b, jnp.float32).sum(), (0, 1))(a, b)
+    plain = jax.grad(lambda a, b: jnp.einsum(pattern, a, b).sum(), (0, 1))(a, b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=5e-3), ours, plain)
 
 
 def _equations(jaxpr):

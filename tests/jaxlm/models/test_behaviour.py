@@ -195,7 +195,7 @@ def test_activations_list_every_constraint_that_the_model_makes():
             seen[dims] = (x.shape, x.dtype)
             return x
 
-        def use(self, params, prefix, dtype):
+        def use(self, params, prefix, dtype, gradients):
             return params
 
     jax.eval_shape(lambda p: model.logits(p, batch()["inputs"], shard=Recorder()), params)
