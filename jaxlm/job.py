@@ -5,6 +5,7 @@ an array lies they ask the job's layout; nobody computes it again.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 
 from jaxlm.config import Config
 from jaxlm.models import build_model
+from jaxlm.models.padding import PADDABLE, padded_sizes
 from jaxlm.optimizers import make_optimizer
 from jaxlm.train_step import initial_counters
-from partitioning import make_mesh, resolve, resolve_sizes
+from partitioning import filled, make_mesh, multiples, resolve, resolve_sizes, trimmed, trimmed_abstract
 from partitioning.declaration import DeclarationError
 
 
@@ -71,9 +73,17 @@ class Job:
         shapes = jax.eval_shape(self.initial_state, jax.random.key(0))
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings())
 
-    def abstract_params(self) -> dict[str, Any]:
-        """ShapeDtypeStructs of the parameters with the job's shardings."""
-        return self.abstract_state()["params"]
+    def abstract_saved(self) -> dict[str, Any]:
+        """ShapeDtypeStructs of the state as a checkpoint holds it: without padding."""
+        return trimmed_abstract(self.abstract_state(), self.layout)
+
+    def to_saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state, or some groups of it, as a checkpoint holds it."""
+        return trimmed(state, self.layout)
+
+    def from_saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The inverse of `to_saved`."""
+        return filled(state, self.layout)
 
     def batch_shardings(self) -> dict[str, Any]:
         """Where the arrays of a batch lie."""
@@ -103,7 +113,8 @@ def build_job(config: Config, num_devices: int) -> Job:
         sizes = resolve_sizes(config.mesh, num_devices)
     except DeclarationError as error:
         raise DeclarationError(f"{error} (--simulate_devices=N tries a mesh on a CPU.)") from None
-    model = build_model(
+    build = functools.partial(
+        build_model,
         config.model,
         param_dtype=config.precision.params,
         compute_dtype=config.precision.compute,
@@ -111,9 +122,12 @@ def build_job(config: Config, num_devices: int) -> Job:
         remat=config.train.remat,
         attention_backend=config.kernels.attention,
     )
+    model = build()
+    if config.sharding.pad:
+        needed = multiples(sizes, config.sharding, model.specs, PADDABLE)
+        model = build(padding=padded_sizes(config.model, config.sharding.pad, needed))
     optimizer = make_optimizer(config.optimizer, config.precision, config.train.steps, model.specs)
     microbatch = config.train.global_batch_size // config.train.gradient_accumulation
-    layout = resolve(
-        sizes, config.sharding, model.specs, optimizer.specs, model.activations(microbatch, config.data.sequence_length)
-    )
+    activations = model.activations(microbatch, config.data.sequence_length)
+    layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE)
     return Job(config, model, optimizer, layout)

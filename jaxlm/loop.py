@@ -146,7 +146,7 @@ def run_loop(
         if samples:
             recorder.text(step, clock.skip(lambda: sample(state["params"])))
         if saves:
-            clock.skip(lambda: checkpoints.save(step, state, about(step)))
+            clock.skip(lambda: checkpoints.save(step, job.to_saved(state), about(step)))
         if reason is not None and step < stop_at:
             checkpoints.wait()
             raise Stopped(f"{reason}: stopped after step {step}, saved.")

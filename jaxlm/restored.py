@@ -75,4 +75,5 @@ def choose_step(path: pathlib.Path, wanted: str) -> int:
 
 def load_params(path: pathlib.Path, step: int, job: Any) -> Any:
     """The parameters of a checkpoint, laid out as the job says."""
-    return Checkpoints(path / "checkpoints", read_only=True).restore_params(step, job.abstract_params())
+    reader = Checkpoints(path / "checkpoints", read_only=True)
+    return job.from_saved({"params": reader.restore_params(step, job.abstract_saved()["params"])})["params"]

@@ -81,7 +81,8 @@ def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> None
         return
     reader = point.reader()
     try:
-        reader.check(point.saved_step, job.abstract_state() if point.whole else {"params": job.abstract_params()})
+        saved = job.abstract_saved()
+        reader.check(point.saved_step, saved if point.whole else {"params": saved["params"]})
     except DeclarationError as error:
         keys = model_differences(load_saved_config(point.run), job.config)
         raise DeclarationError(str(error) + "".join(f"\n{line}" for line in keys)) from None
@@ -102,8 +103,8 @@ def load(point: StartingPoint, job: Any) -> dict[str, Any]:
     if point.run is None:
         return job.initialise()
     if not point.whole:
-        params = point.reader().restore_params(point.saved_step, job.abstract_params())
-        return {**job.initialise(), "params": params}
-    state = point.reader().restore(point.saved_step, job.abstract_state())
+        params = point.reader().restore_params(point.saved_step, job.abstract_saved()["params"])
+        return {**job.initialise(), **job.from_saved({"params": params})}
+    state = job.from_saved(point.reader().restore(point.saved_step, job.abstract_saved()))
     # A bad step of the past was dealt with as configured then.
     return {**state, "counters": {**state["counters"], "bad_step": job.initial_counters()["bad_step"]}}

@@ -8,34 +8,52 @@ and is written so: what stays from the forward pass are the logits themselves an
 pass is elementwise. When the vocabulary is sharded each device keeps to its part: only sums over the vocabulary travel.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 
-@jax.custom_vjp
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def cross_entropy(logits: jax.Array, targets: jax.Array, size: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Loss and log-partition per target.
 
     Args:
       logits: float32 [..., V].
       targets: integers [...], in [0, V). Another value gives NaN as that target's loss, and the gradient of no target.
+      size: how large the vocabulary is, V if None. Logits from there on are padding: whatever they are, they have no
+        probability and gradient 0, and a target among them is outside the vocabulary.
 
     Returns:
       (loss, log_z), both float32 [...], in nats. The square of log_z is the z-loss of Chowdhery et al. 2022
       (PaLM, arXiv:2204.02311, section 5).
     """
+    logits, targets = _without_padding(logits, targets, size)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     return log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], log_z
 
 
-def _forward(logits, targets):
-    loss, log_z = cross_entropy(logits, targets)
+def masked(logits: jax.Array, size: int) -> jax.Array:
+    """Logits [..., V] with -inf, which is no probability, from `size` on."""
+    return logits if size == logits.shape[-1] else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
+
+
+def _without_padding(logits, targets, size):
+    """Both, with the padding's logits and the targets among them put where they count for nothing."""
+    if size is None or size == logits.shape[-1]:
+        return logits, targets
+    return masked(logits, size), jnp.where(targets < size, targets, logits.shape[-1])
+
+
+def _forward(logits, targets, size):
+    loss, log_z = cross_entropy(logits, targets, size)
     return (loss, log_z), (logits, targets, log_z)
 
 
-def _backward(residuals, cotangents):
+def _backward(size, residuals, cotangents):
     logits, targets, log_z = residuals
     d_loss, d_log_z = cotangents
+    logits, targets = _without_padding(logits, targets, size)
     softmax = jnp.exp(logits - log_z[..., None])
     onehot = jnp.arange(logits.shape[-1], dtype=targets.dtype) == targets[..., None]
     d_logits = softmax * (d_loss + d_log_z)[..., None] - jnp.where(onehot, d_loss[..., None], 0.0)

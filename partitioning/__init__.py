@@ -21,6 +21,7 @@ _HOMES = {
     "DEFAULT_RULES": "tables", "ShardingConfig": "tables",
     "Layout": "layout", "Row": "layout", "resolve": "layout",
     "UNSHARDED": "unsharded",
+    "multiples": "padding", "next_multiple": "padding", "filled": "padding", "trimmed": "padding", "trimmed_abstract": "padding",
     "Collective": "collectives", "group": "collectives", "read_collectives": "collectives",
     "memory_per_device": "report", "text": "report", "to_json": "report",
 }

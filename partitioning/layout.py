@@ -14,7 +14,7 @@ as soon as they exist.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from partitioning.array import ArraySpec
 from partitioning.declaration import DeclarationError, nearest
 from partitioning.mesh import AXES
 from partitioning.overrides import Override, match, read_overrides, rules_of
+from partitioning.padding import Padded, trimmed_placement
 from partitioning.paths import flatten, join, map_paths, unflatten
 from partitioning.placement import Placed, check_claims, dim_name, place, spread
 from partitioning.tables import Rule, ShardingConfig, Table, declared_dims, read_axes, read_tables
@@ -38,6 +39,7 @@ class Row:
     Attributes:
       kind: params, gradients, optimizer or activations.
       path: the parameter's path, SLOT/path for optimizer state, the activation's name.
+      shape: of the whole array, with its padding, as are `bytes`.
       spec: per dim None, an axis or a tuple of axes.
       rule: what decided, in words.
       bytes_per_device: of the block that one device holds.
@@ -77,6 +79,7 @@ class Layout:
       optimizer: slot to nested dict of PartitionSpec.
       rows: one for each array, in the order params, gradients, optimizer, activations.
       notes: what a user should know though it is no error.
+      padded: params/<path> or optimizer/<slot>/<path> to the two forms of each array that is padded.
       mesh: the devices, once bound.
     """
     sizes: Mapping[str, int]
@@ -86,6 +89,7 @@ class Layout:
     optimizer: dict[str, Any]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    padded: Mapping[str, Padded]
     activation_table: Table = dataclasses.field(repr=False)
     weights: Mapping[str, Weight] = dataclasses.field(repr=False)
     mesh: Mesh | None = None
@@ -178,7 +182,8 @@ class Layout:
 
 
 def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[str, Any],
-            optimizer: Mapping[str, Any] | None = None, activations: Mapping[str, ArraySpec] | None = None) -> Layout:
+            optimizer: Mapping[str, Any] | None = None, activations: Mapping[str, ArraySpec] | None = None,
+            paddable: Collection[str] = ()) -> Layout:
     """Decides where every array lies.
 
     Args:
@@ -188,6 +193,7 @@ def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[
       optimizer: slot name to a nested dict of ArraySpec with some of the parameters' paths. An array may have fewer dims
         than its parameter.
       activations: name to ArraySpec, those that are worth checking and showing.
+      paddable: dims that could be padded, for messages. What is padded the arrays say themselves.
 
     Raises:
       DeclarationError: whatever cannot be done as declared. Nothing is ever replicated because it does not fit.
@@ -200,19 +206,24 @@ def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[
     tables = read_tables(sharding, dims)
     overrides = match(read_overrides(sharding.overrides), arrays)
 
-    rows, placed, unplaced = [], {}, {}
+    pads = {dim: (*sharding.pad, dim) for dim in paddable if dim not in sharding.pad}
+
+    rows, placed, unplaced, padded = [], {}, {}, {}
     state = [(kind, path, path, array) for kind in ("params", "gradients") for path, array in arrays.items()]
     state += [("optimizer", join(slot, path), path, array) for slot, tree in slots.items() for path, array in tree.items()]
     for kind, path, parameter, array in state:
         if parameter not in arrays:
             raise ValueError(f"optimizer state {path} belongs to no parameter.")
-        result, words, left = _place(path, array, tables[kind], overrides.get(parameter), arrays[parameter], sizes)
+        result, words, left = _place(path, array, tables[kind], overrides.get(parameter), arrays[parameter], sizes, pads)
         placed[kind, path] = result
+        if array.is_padded:
+            padded[join(kind, path)] = Padded(array.shape, _spec(result), array.true_shape,
+                                              _spec(trimmed_placement(array, result, sizes)))
         rows.append(_row(kind, path, array, result, words, sizes))
         for axis in left:
             unplaced.setdefault((kind, axis, sizes[axis]), []).append(path)
     for name, array in activations.items():
-        result = place(f"activation {name}", array, _rules(f"activation {name}", array.dims, tables["activations"]), sizes)
+        result = place(f"activation {name}", array, _rules(f"activation {name}", array.dims, tables["activations"]), sizes, pads)
         rows.append(_row("activations", name, array, result, _words(array, result, tables["activations"], {}), sizes))
 
     weights = {path: Weight(_spec(placed["params", path]),
@@ -225,7 +236,7 @@ def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[
         compute=unflatten({path: weight.used for path, weight in weights.items()}),
         optimizer={slot: unflatten({path: _spec(placed["optimizer", join(slot, path)]) for path in tree})
                    for slot, tree in slots.items()},
-        rows=tuple(rows), notes=tuple(_notes(sharding, sizes, dims, unplaced)),
+        rows=tuple(rows), notes=tuple(_notes(sharding, sizes, dims, unplaced, everything)), padded=padded,
         activation_table=tables["activations"], weights=weights)
 
 
@@ -239,14 +250,14 @@ def _rules(name: str, dims: tuple[str | None, ...], table: Table) -> tuple[Rule,
 
 
 def _place(path: str, array: ArraySpec, table: Table, override: Override | None, param: ArraySpec,
-           sizes: Mapping[str, int]) -> tuple[Placed, str, tuple[str, ...]]:
+           sizes: Mapping[str, int], pads: Mapping[str, tuple[str, ...]]) -> tuple[Placed, str, tuple[str, ...]]:
     """Where one array of state lies, what decided it, and the spread axes that fit nowhere."""
     name = f"{table.name} {path}"
     rules = _rules(name, array.dims, table)
     if override is not None:
-        placed = place(name, array, rules_of(override, param, array, table.rules), sizes)
+        placed = place(name, array, rules_of(override, param, array, table.rules), sizes, pads)
         return placed, f"override {override.pattern!r}", ()
-    placed = place(name, array, rules, sizes)
+    placed = place(name, array, rules, sizes, pads)
     full, homes, unplaced = spread(array, placed, table.spread, sizes)
     return full, _words(array, placed, table, homes), unplaced
 
@@ -273,6 +284,8 @@ def _words(array: ArraySpec, placed: Placed, table: Table, homes: Mapping[str, i
 
 def _row(kind: str, path: str, array: ArraySpec, placed: Placed, words: str, sizes: Mapping[str, int]) -> Row:
     blocks = math.prod(sizes[axis] for axes in placed for axis in axes)
+    words = ", ".join([words, *(f"{dim_name(array.dims, i)} padded from {true}" for i, true in enumerate(array.true_shape)
+                                if true != array.shape[i])])
     return Row(kind, path, array.shape, array.dtype_name, array.dims, _spec(placed), words, array.bytes, array.bytes // blocks)
 
 
@@ -281,8 +294,11 @@ def _spec(placed: Placed) -> PartitionSpec:
 
 
 def _notes(sharding: ShardingConfig, sizes: Mapping[str, int], dims: Mapping[str, Any],
-           unplaced: Mapping[tuple, list[str]]) -> list[str]:
+           unplaced: Mapping[tuple, list[str]], arrays: Iterable[ArraySpec]) -> list[str]:
     notes = []
+    padded = dict.fromkeys((dim, true, size) for array in arrays for dim, true, size in
+                           zip(array.dims, array.true_shape, array.shape) if true != size)
+    notes += [f"config.sharding.pad: {dim} is padded from {true} to {size}." for dim, true, size in padded]
     zero_axes = read_axes(sharding.zero_axes, "config.sharding.zero_axes")
     if sharding.zero and all(sizes[axis] == 1 for axis in zero_axes):
         axes = " and ".join(zero_axes)

@@ -8,6 +8,7 @@ dims claim one axis, because a declaration that is wrong should not wait for a l
 """
 
 import math
+import types
 from collections.abc import Collection, Mapping, Sequence
 
 from partitioning.array import ArraySpec
@@ -18,12 +19,14 @@ from partitioning.tables import Rule
 Placed = tuple[tuple[str, ...], ...]           # per dim, the axes larger than 1 that split it
 
 
-def place(name: str, array: ArraySpec, rules: Sequence[Rule], sizes: Mapping[str, int]) -> Placed:
+def place(name: str, array: ArraySpec, rules: Sequence[Rule], sizes: Mapping[str, int],
+          pads: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})) -> Placed:
     """The axes of each dim by its rule.
 
     Args:
       name: what to call the array in messages.
       rules: one for each dim.
+      pads: for each dim that could be padded, the config.sharding.pad that would do it; for messages.
 
     Raises:
       DeclarationError: one mesh axis on two dims, or a dim that its axes do not divide.
@@ -31,7 +34,7 @@ def place(name: str, array: ArraySpec, rules: Sequence[Rule], sizes: Mapping[str
     check_claims(name, array.dims, rules)
     for i, rule in enumerate(rules):
         if array.shape[i] % math.prod(sizes[axis] for axis in rule.axes):
-            raise DeclarationError(_indivisible(name, array, i, rule, sizes))
+            raise DeclarationError(_indivisible(name, array, i, rule, sizes, pads))
     return tuple(tuple(axis for axis in rule.axes if sizes[axis] > 1) for rule in rules)
 
 
@@ -94,7 +97,8 @@ def _conflict(name: str, dims: Sequence[str | None], axis: str, first: int, seco
             f"array, say so in that kind's own table (config.sharding.params, gradients, optimizer or activations).")
 
 
-def _indivisible(name: str, array: ArraySpec, i: int, rule: Rule, sizes: Mapping[str, int]) -> str:
+def _indivisible(name: str, array: ArraySpec, i: int, rule: Rule, sizes: Mapping[str, int],
+                 pads: Mapping[str, tuple[str, ...]]) -> str:
     size, dim = array.shape[i], dim_name(array.dims, i)
     axes = [axis for axis in rule.axes if sizes[axis] > 1]
     product = math.prod(sizes[axis] for axis in axes)
@@ -105,9 +109,10 @@ def _indivisible(name: str, array: ArraySpec, i: int, rule: Rule, sizes: Mapping
         if size and size % rest == 0:
             ways.append(f"{axis} = " + " or ".join(str(n) for n in nearest_divisors(size // rest, sizes[axis])))
     where = _where(rule, array.dims[i])
+    pad = f"; or pad it: config.sharding.pad = {pads[dim]!r}" if dim in pads else ""
     return (f"{name}: its dim {dim} has size {size}, which {asked} does not divide ({where} splits {dim} over "
             f"{' and '.join(axes)}). What works: {'; or '.join(ways)}. To replicate this dim instead, "
-            f"{f'set {where} = None' if where.endswith(f'.{dim}') else f'put None for it in {where}'}.")
+            f"{f'set {where} = None' if where.endswith(f'.{dim}') else f'put None for it in {where}'}{pad}.")
 
 
 def _nearest_multiples(size: int, step: int) -> list[int]:

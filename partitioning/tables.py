@@ -30,6 +30,7 @@ class ShardingConfig:
     zero: int = leaf(3, "ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 parameters too", at_least=0, at_most=3)
     zero_axes: tuple[str, ...] = leaf(("fsdp",), "mesh axes that ZeRO shards over")
     overrides: tuple[Any, ...] = leaf((), "pairs (regular expression on a parameter's path, axes per dim)")
+    pad: tuple[str, ...] = leaf((), "logical dims that are padded to a size that their axes divide")
     params: dict[str, Any] = leaf({}, "parameters' own table: dict(rules=..., spread=axes)")
     gradients: dict[str, Any] = leaf({}, "gradients' own table, likewise")
     optimizer: dict[str, Any] = leaf({}, "optimizer state's own table, likewise")

@@ -10,6 +10,7 @@ layer's number and its attention window) is scanned along with them.
 """
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from jaxlm.models import parameters, rematerialisation, rope
 from jaxlm.models.dropout import Dropout
 from jaxlm.models.transformer import STREAM, WHOLE, Shared, Transformer
 from kernels.attention import UnsupportedError, check_name
-from kernels.cross_entropy import cross_entropy
+from kernels.cross_entropy import cross_entropy, masked
 from partitioning.array import ArraySpec
 from partitioning.declaration import DeclarationError
 from partitioning.unsharded import UNSHARDED
@@ -43,8 +44,11 @@ class Sums(NamedTuple):
 
 def build_model(config: ModelConfig, *, param_dtype: Any = "float32", compute_dtype: Any = "float32",
                 gradient_dtype: Any = "float32", remat: tuple[str, ...] = ("dots",),
-                attention_backend: str = "auto") -> "LanguageModel":
+                attention_backend: str = "auto",
+                padding: Mapping[str, int] = types.MappingProxyType({})) -> "LanguageModel":
     """The model of a configuration. Needs no device and no memory.
+
+    `padding` makes dims larger than they are (dim to size, of `padding.padded_sizes`); the model computes what it does without.
 
     Raises:
       DeclarationError: an unknown rematerialisation, RoPE scaling or attention backend.
@@ -60,9 +64,8 @@ def build_model(config: ModelConfig, *, param_dtype: Any = "float32", compute_dt
     module = Transformer(config)
     declared = parameters.declarations(module)
     graphs = {part: nnx.split(getattr(module, part))[0] for part in dict.fromkeys(path.split("/")[0] for path in declared)}
-    return LanguageModel(config, parameters.specs(declared, param_dtype, config.num_layers), jnp.dtype(param_dtype),
-                         jnp.dtype(compute_dtype), jnp.dtype(gradient_dtype), tuple(remat), attention_backend, declared, graphs,
-                         frequencies)
+    return LanguageModel(config, parameters.specs(declared, param_dtype, config.num_layers, padding), jnp.dtype(compute_dtype),
+                         jnp.dtype(gradient_dtype), tuple(remat), attention_backend, dict(padding), declared, graphs, frequencies)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,24 +77,24 @@ class LanguageModel:
     """
     config: ModelConfig
     specs: dict[str, Any]
-    param_dtype: Any
     compute_dtype: Any
     gradient_dtype: Any
     remat: tuple[str, ...]
     attention_backend: str
+    _padding: dict[str, int]
     _declared: dict[str, nnx.Param]
     _graphs: dict[str, nnx.GraphDef]
     _frequencies: Any
 
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Initial parameters; under jit bitwise the same for every sharding of the result."""
-        return parameters.initialise(self._declared, key, self.param_dtype, self.config.num_layers)
+        return parameters.initialise(self._declared, key, self.specs)
 
     def activations(self, batch: int, length: int) -> dict[str, ArraySpec]:
         """The activations that are constrained, by name; for checking that a layout fits them."""
         c, dtype = self.config, self.compute_dtype
         rows = ("batch", "length")
-        return {
+        arrays = {
             "tokens": ArraySpec((batch, length), jnp.dtype("int32"), rows),
             "stream": ArraySpec((batch, length, c.embed_dim), dtype, STREAM),
             "normed": ArraySpec((batch, length, c.embed_dim), dtype, WHOLE),
@@ -100,6 +103,7 @@ class LanguageModel:
             "mlp": ArraySpec((batch, length, c.mlp_dim), dtype, (*rows, "mlp")),
             "logits": ArraySpec((batch, length, c.vocab_size), jnp.dtype("float32"), (*rows, "vocab")),
         }
+        return {name: array.padded(self._padding) for name, array in arrays.items()}
 
     def logits(self, params: Mapping, tokens_BL: jax.Array, *, positions_BL: jax.Array | None = None,
                segment_ids_BL: jax.Array | None = None, dropout: tuple[jax.Array, jax.Array] | None = None,
@@ -115,10 +119,10 @@ class LanguageModel:
           shard: a bound Layout, or UNSHARDED.
 
         Returns:
-          float32 [B, L, V].
+          float32 [B, L, V]; where the vocabulary is padded, V counts the padding, whose logits are -inf.
         """
-        masks = Dropout(self.config.dropout, *dropout) if dropout is not None else Dropout()
-        return self._forward(params, tokens_BL, positions_BL, segment_ids_BL, masks, shard)[0]
+        logits_BLV = self._logits(params, tokens_BL, positions_BL, segment_ids_BL, dropout, shard)
+        return masked(logits_BLV, self.config.vocab_size)
 
     def loss(self, params: Mapping, batch: Mapping[str, jax.Array], *, dropout: tuple[jax.Array, jax.Array] | None = None,
              z_loss: float = 0.0, shard: Any = UNSHARDED) -> Sums:
@@ -128,9 +132,8 @@ class LanguageModel:
           batch: inputs, targets int32 [B, L]; mask bool [B, L]; perhaps positions and segment_ids int32 [B, L].
           z_loss: weight of the squared log-partition; the sum that is returned has it already.
         """
-        logits_BLV = self.logits(params, batch["inputs"], positions_BL=batch.get("positions"),
-                                 segment_ids_BL=batch.get("segment_ids"), dropout=dropout, shard=shard)
-        loss_BL, log_z_BL = cross_entropy(logits_BLV, batch["targets"])
+        logits_BLV = self._logits(params, batch["inputs"], batch.get("positions"), batch.get("segment_ids"), dropout, shard)
+        loss_BL, log_z_BL = cross_entropy(logits_BLV, batch["targets"], self.config.vocab_size)
 
         def total(x_BL):
             return jnp.sum(jnp.where(batch["mask"], x_BL, 0.0), dtype=jnp.float32)
@@ -143,7 +146,7 @@ class LanguageModel:
         c = self.config
         if length > c.max_positions:
             raise DeclarationError(f"a cache of {length} tokens is longer than config.model.max_positions = {c.max_positions}.")
-        shape = (c.num_layers, batch, length, c.kv_heads, c.head_width)
+        shape = (c.num_layers, batch, length, self._padding.get("kv_heads", c.kv_heads), c.head_width)
         return {"key": jnp.zeros(shape, self.compute_dtype), "value": jnp.zeros(shape, self.compute_dtype),
                 "length": jnp.zeros((batch,), jnp.int32)}
 
@@ -163,7 +166,12 @@ class LanguageModel:
         positions_BT = offset_B[:, None] + jnp.arange(T, dtype=jnp.int32)
         logits_BTV, layers = self._forward(params, tokens_BT, positions_BT, None, Dropout(), shard, cache)
         # Keys of padding lie past the new length, where causality hides them until other tokens take their place.
-        return logits_BTV, {**layers, "length": offset_B + (T if length is None else length)}
+        return masked(logits_BTV, self.config.vocab_size), {**layers, "length": offset_B + (T if length is None else length)}
+
+    def _logits(self, params, tokens_BL, positions_BL, segment_ids_BL, dropout, shard):
+        """Logits of whole sequences, those of padding unmasked."""
+        masks = Dropout(self.config.dropout, *dropout) if dropout is not None else Dropout()
+        return self._forward(params, tokens_BL, positions_BL, segment_ids_BL, masks, shard)[0]
 
     def _forward(self, params, tokens_BL, positions_BL, segment_ids_BL, masks, shard, cache=None):
         """Logits, and the layers' keys and values (None without a cache)."""

@@ -24,6 +24,7 @@ from flax import nnx
 from jaxlm.config import ModelConfig
 from jaxlm.models import dropout, rope
 from jaxlm.models.dropout import Dropout
+from jaxlm.models.padding import without_padding
 from jaxlm.models.parameters import Normal, declare
 from jaxlm.models.rematerialisation import name
 from kernels.attention import attention
@@ -105,11 +106,15 @@ class Embedding(nnx.Module):
     """A table with one row per token or position."""
 
     def __init__(self, rows: int, config: ModelConfig, dim: str | None):
+        self.rows = rows
         self.embedding = declare((rows, config.embed_dim), (dim, "embed"), TABLE)
 
     def __call__(self, ids_BL: jax.Array) -> jax.Array:
-        """Rows [B, L, D]; an id outside the table gives NaN, never another row."""
-        return jnp.take(self.embedding[...], ids_BL, axis=0, mode="fill")
+        """Rows [B, L, D]; an id outside the table gives NaN, never another row nor one of padding."""
+        table_VD = self.embedding[...]
+        if table_VD.shape[0] != self.rows:
+            ids_BL = jnp.where(ids_BL < self.rows, ids_BL, table_VD.shape[0])
+        return jnp.take(table_VD, ids_BL, axis=0, mode="fill")
 
     def first(self, length: int) -> jax.Array:
         """The first `length` rows."""
@@ -137,6 +142,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         D, H, G, K = config.embed_dim, config.num_heads, config.kv_heads, config.head_width
+        self.num_heads = H
         self.softcap = config.attention_softcap
         self.query = Linear("bld,dhk->blhk", (D, H, K), ("embed", "heads", "head_dim"), inputs=1, bias=config.bias)
         self.key = Linear("bld,dgk->blgk", (D, G, K), ("embed", "kv_heads", "head_dim"), inputs=1, bias=config.bias)
@@ -166,7 +172,8 @@ class Attention(nnx.Module):
         out_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, causal=True, window=window, query_offset=shared.query_offset,
                              q_segment_ids_BT=shared.segment_ids_BL, k_segment_ids_BS=shared.segment_ids_BL,
                              softcap=self.softcap, backend=shared.backend)
-        return name(self.output(name(constrain(out_BLHK, heads), "attention")), "attention_out"), cache
+        out_BLHK = without_padding(constrain(out_BLHK, heads), 2, self.num_heads)
+        return name(self.output(name(out_BLHK, "attention")), "attention_out"), cache
 
 
 def _write(cache_BSGK: jax.Array, new_BTGK: jax.Array, offset_B: jax.Array) -> jax.Array:
@@ -181,6 +188,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         D, F = config.embed_dim, config.mlp_dim
+        self.mlp_dim = F
         self.activation = config.activation
         self.gate = Linear("bld,df->blf", (D, F), ("embed", "mlp"), inputs=1, bias=config.bias) if config.gated else None
         self.up = Linear("bld,df->blf", (D, F), ("embed", "mlp"), inputs=1, bias=config.bias)
@@ -194,6 +202,7 @@ class MLP(nnx.Module):
         act = ACTIVATIONS[self.activation]
         hidden_BLF = act(wide(self.up, "mlp_up")) if self.gate is None else (
             act(wide(self.gate, "mlp_gate")) * wide(self.up, "mlp_up"))
+        hidden_BLF = without_padding(hidden_BLF, 2, self.mlp_dim)
         return name(self.down(name(hidden_BLF, "mlp_hidden")), "mlp_out")
 
 

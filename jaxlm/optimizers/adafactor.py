@@ -10,6 +10,7 @@ Slots: `v_row` and `v_col` for factored parameters (the dims that remain after a
 largest), `v` for the others. A parameter is factored if the second largest dim of its layer has at least 128 rows.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 import optax
 
 from jaxlm.config import OptimizerConfig
-from jaxlm.optimizers.update_rules import Arrays, Specs, UpdateRule, moments
+from jaxlm.optimizers.update_rules import Arrays, Specs, UpdateRule, moments, on_true_shapes
 from partitioning.array import ArraySpec
 
 MIN_DIM_TO_FACTOR = 128
@@ -52,7 +53,7 @@ def adafactor(config: OptimizerConfig, specs: Specs, dtype: Any) -> UpdateRule:
         v_row={path: _without(specs[path], dims[1], dtype) for path, dims in factored.items() if dims},
         v_col={path: _without(specs[path], dims[0], dtype) for path, dims in factored.items() if dims},
         v=moments({path: specs[path] for path, dims in factored.items() if not dims}, dtype))
-    return UpdateRule(tuple(specs), {name: arrays for name, arrays in slots.items() if arrays}, step)
+    return on_true_shapes(UpdateRule(tuple(specs), {name: arrays for name, arrays in slots.items() if arrays}, step), specs)
 
 
 def _stacked(spec: ArraySpec) -> bool:
@@ -62,7 +63,7 @@ def _stacked(spec: ArraySpec) -> bool:
 def _factored_dims(spec: ArraySpec) -> tuple[int, int] | None:
     """The second largest and the largest dim of one layer's array, as optax orders them; None if it is not factored."""
     first = int(_stacked(spec))
-    sizes = spec.shape[first:]
+    sizes = spec.true_shape[first:]
     if len(sizes) < 2:
         return None
     second, largest = (int(d) for d in np.argsort(sizes)[-2:])
@@ -70,4 +71,4 @@ def _factored_dims(spec: ArraySpec) -> tuple[int, int] | None:
 
 
 def _without(spec: ArraySpec, dim: int, dtype: Any) -> ArraySpec:
-    return ArraySpec(spec.shape[:dim] + spec.shape[dim + 1:], dtype, spec.dims[:dim] + spec.dims[dim + 1:])
+    return dataclasses.replace(spec.without(dim), dtype=dtype)

@@ -18,7 +18,7 @@ import optax
 import optax.contrib
 
 from jaxlm.config import OptimizerConfig
-from jaxlm.optimizers.update_rules import Specs, UpdateRule, moments
+from jaxlm.optimizers.update_rules import Specs, UpdateRule, moments, on_true_shapes
 from partitioning.array import ArraySpec
 
 UPDATE_RMS = 0.2
@@ -52,7 +52,7 @@ def muon(config: OptimizerConfig, specs: Specs, dtype: Any) -> UpdateRule:
     transform = optax.contrib.scale_by_muon(
         beta=config.momentum, nesterov=True,
         weight_dimension_numbers={path: optax.contrib.MuonDimensionNumbers(*both) for path, both in sides.items()})
-    scale = {path: UPDATE_RMS * math.sqrt(max(math.prod(specs[path].shape[d] for d in side) for side in both))
+    scale = {path: UPDATE_RMS * math.sqrt(max(math.prod(specs[path].true_shape[d] for d in side) for side in both))
              for path, both in sides.items()}
 
     def step(grads, slots, params, updates):
@@ -60,4 +60,4 @@ def muon(config: OptimizerConfig, specs: Specs, dtype: Any) -> UpdateRule:
         directions, state = transform.update(grads, state, params)
         return {path: scale[path] * d for path, d in directions.items()}, dict(momentum=state.mu)
 
-    return UpdateRule(tuple(specs), dict(momentum=moments(specs, dtype)), step)
+    return on_true_shapes(UpdateRule(tuple(specs), dict(momentum=moments(specs, dtype)), step), specs)

@@ -18,6 +18,7 @@ import optax
 
 from jaxlm.config import OptimizerConfig
 from partitioning.array import ArraySpec
+from partitioning.padding import cut, fill
 
 Arrays = dict[str, jax.Array]                  # by path
 Specs = dict[str, ArraySpec]
@@ -39,7 +40,30 @@ class UpdateRule:
 
 def moments(specs: Specs, dtype: Any) -> Specs:
     """Slot arrays that are shaped and laid out as their parameters."""
-    return {path: ArraySpec(spec.shape, dtype, spec.dims) for path, spec in specs.items()}
+    return {path: dataclasses.replace(spec, dtype=dtype) for path, spec in specs.items()}
+
+
+def on_true_shapes(rule: UpdateRule, specs: Specs) -> UpdateRule:
+    """`rule`, given every array without its padding; what comes out of it is filled up with zeros again.
+
+    For a rule that looks across the entries of an array: its means and norms must not see the padding. An elementwise rule
+    needs none of this, for it leaves zeros with gradient zero where they are.
+    """
+    if not any(spec.is_padded for spec in specs.values()):
+        return rule
+
+    def trimmed(arrays: Arrays, of: Specs) -> Arrays:
+        return {path: cut(array, of[path].true_shape) for path, array in arrays.items()}
+
+    def filled(arrays: Arrays, of: Specs) -> Arrays:
+        return {path: fill(array, of[path].shape) for path, array in arrays.items()}
+
+    def step(grads, slots, params, updates):
+        held = {name: trimmed(arrays, rule.slots[name]) for name, arrays in slots.items()}
+        directions, held = rule.step(trimmed(grads, specs), held, trimmed(params, specs), updates)
+        return filled(directions, specs), {name: filled(arrays, rule.slots[name]) for name, arrays in held.items()}
+
+    return dataclasses.replace(rule, step=step)
 
 
 def adam(config: OptimizerConfig, specs: Specs, dtype: Any) -> UpdateRule:
