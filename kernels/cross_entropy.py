@@ -33,16 +33,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, size: int | None = None
     return log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], log_z
 
 
-def masked(logits: jax.Array, size: int) -> jax.Array:
-    """Logits [..., V] with -inf, which is no probability, from `size` on."""
-    return logits if size == logits.shape[-1] else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
-
-
 def _without_padding(logits, targets, size):
-    """Both, with the padding's logits and the targets among them put where they count for nothing."""
+    """Both, with the padding's logits at -inf, which is no probability, and the targets among them outside the logits."""
     if size is None or size == logits.shape[-1]:
         return logits, targets
-    return masked(logits, size), jnp.where(targets < size, targets, logits.shape[-1])
+    V = logits.shape[-1]
+    return jnp.where(jnp.arange(V) < size, logits, -jnp.inf), jnp.where(targets < size, targets, V)
 
 
 def _forward(logits, targets, size):

@@ -24,7 +24,7 @@ from jaxlm.models import parameters, rematerialisation, rope
 from jaxlm.models.dropout import Dropout
 from jaxlm.models.transformer import STREAM, WHOLE, Shared, Transformer
 from kernels.attention import UnsupportedError, check_name
-from kernels.cross_entropy import cross_entropy, masked
+from kernels.cross_entropy import cross_entropy
 from partitioning.array import ArraySpec
 from partitioning.declaration import DeclarationError
 from partitioning.unsharded import UNSHARDED
@@ -119,10 +119,10 @@ class LanguageModel:
           shard: a bound Layout, or UNSHARDED.
 
         Returns:
-          float32 [B, L, V]; where the vocabulary is padded, V counts the padding, whose logits are -inf.
+          float32 [B, L, V], without any padding of V.
         """
         logits_BLV = self._logits(params, tokens_BL, positions_BL, segment_ids_BL, dropout, shard)
-        return masked(logits_BLV, self.config.vocab_size)
+        return logits_BLV[..., :self.config.vocab_size]
 
     def loss(self, params: Mapping, batch: Mapping[str, jax.Array], *, dropout: tuple[jax.Array, jax.Array] | None = None,
              z_loss: float = 0.0, shard: Any = UNSHARDED) -> Sums:
@@ -166,10 +166,11 @@ class LanguageModel:
         positions_BT = offset_B[:, None] + jnp.arange(T, dtype=jnp.int32)
         logits_BTV, layers = self._forward(params, tokens_BT, positions_BT, None, Dropout(), shard, cache)
         # Keys of padding lie past the new length, where causality hides them until other tokens take their place.
-        return masked(logits_BTV, self.config.vocab_size), {**layers, "length": offset_B + (T if length is None else length)}
+        length = offset_B + (T if length is None else length)
+        return logits_BTV[..., :self.config.vocab_size], {**layers, "length": length}
 
     def _logits(self, params, tokens_BL, positions_BL, segment_ids_BL, dropout, shard):
-        """Logits of whole sequences, those of padding unmasked."""
+        """Logits of whole sequences, as large as the padded vocabulary."""
         masks = Dropout(self.config.dropout, *dropout) if dropout is not None else Dropout()
         return self._forward(params, tokens_BL, positions_BL, segment_ids_BL, masks, shard)[0]
 
