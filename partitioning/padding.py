@@ -55,8 +55,8 @@ def multiples(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mappin
             raise DeclarationError(f"config.sharding.pad = {sharding.pad!r}: the dim {dim!r} cannot be padded; those that can: "
                                    f"{', '.join(paddable)}.")
     arrays = flatten(params)
-    splits = [(dim, table.rules[dim].axes) for table in read_tables(
-        sharding, dict.fromkeys(dim for array in arrays.values() for dim in array.dims if dim)).values() for dim in paddable if dim in table.rules]
+    tables = read_tables(sharding, dict.fromkeys(dim for array in arrays.values() for dim in array.dims if dim))
+    splits = [(dim, table.rules[dim].axes) for table in tables.values() for dim in paddable if dim in table.rules]
     for path, override in match(read_overrides(sharding.overrides), arrays).items():
         splits += zip(reversed(arrays[path].dims), reversed(override.axes))   # a leading `layers` may be left out
     return {dim: math.lcm(*(math.prod(sizes[axis] for axis in axes) for split, axes in splits if split == dim))

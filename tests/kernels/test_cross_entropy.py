@@ -63,3 +63,25 @@ def test_a_sharded_vocabulary_gives_the_same_and_moves_no_logits(data):
     moved = re.findall(r"= f32\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)\(", f.as_text())
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in moved]
     assert sizes and max(sizes) <= B // 2 * L
+
+
+def test_padded_logits_have_no_probability_and_no_gradient_whatever_they_are(data):
+    logits, targets = data
+    padding = np.concatenate([np.full((B, L, 2), 50.0), np.full((B, L, 1), -3.0)], -1).astype(np.float32)
+    padded = np.concatenate([logits, padding], -1)
+    loss, log_z = cross_entropy(padded, targets, V)
+    want = cross_entropy(logits, targets)
+    np.testing.assert_allclose((loss, log_z), want, rtol=1e-6, atol=2e-6)
+    got = jax.jit(jax.grad(lambda x: weighted(lambda x, t: cross_entropy(x, t, V), x, targets)))(padded)
+    np.testing.assert_allclose(got[..., :V], jax.jit(jax.grad(lambda x: weighted(cross_entropy, x, targets)))(logits), atol=1e-5)
+    assert np.count_nonzero(got[..., V:]) == 0
+
+
+def test_a_target_in_the_padding_is_outside_the_vocabulary(data):
+    padded = np.concatenate([data[0], np.zeros((B, L, 3), np.float32)], -1)
+    targets = np.full((B, L), V + 1)
+    loss, log_z = cross_entropy(padded, targets, V)
+    assert np.isnan(loss).all() and np.isfinite(log_z).all()
+    gradient = jax.grad(lambda x: cross_entropy(x, targets, V)[0].sum())(padded)
+    np.testing.assert_allclose(gradient[..., :V], jax.nn.softmax(data[0]), atol=1e-6)
+    assert np.count_nonzero(gradient[..., V:]) == 0

@@ -14,6 +14,7 @@ from jaxlm.optimizers import global_norm, make_optimizer, make_schedule
 from jaxlm.optimizers.muon import matrix_sides
 from partitioning.array import ArraySpec
 from partitioning.declaration import DeclarationError
+from partitioning.padding import cut, fill
 from partitioning.paths import flatten, map_paths
 from tests.jaxlm.optimizers import small_model
 
@@ -292,4 +293,29 @@ def test_eight_devices_take_the_steps_of_one(name, zero):
     expected, expected_slots, expected_metrics = train(declare(name), tree, steps=5)
     assert distance(params, expected) < 1e-6
     assert distance(slots, expected_slots) < 1e-5
+    np.testing.assert_allclose(metrics["grad_norm"], expected_metrics["grad_norm"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_padding_stays_zero_and_changes_no_other_number(name):
+    """Adafactor's means and Muon's matrices and scales are those of the true shapes; the rest leaves zeros where they are."""
+    tree = small_model.specs(**WIDE)
+    padded = jax.tree.map(lambda spec: spec.padded(dict(vocab=176, mlp=192, heads=8, kv_heads=4)), tree)
+    optimizer = make_optimizer(declare(name), PrecisionConfig(), STEPS, padded)
+    shardings = [jax.tree.map(lambda spec: NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "tensor")),
+                 PartitionSpec(*(RULES.get(d) for d in spec.dims))), specs) for specs in (padded, optimizer.specs)]
+    update = jax.jit(lambda g, s, p, n: optimizer.update(g, s, p, step=n, updates=n), out_shardings=(*shardings, None))
+
+    def placed(true):
+        return jax.device_put(jax.tree.map(lambda x, spec: fill(x, spec.shape), true, padded), shardings[0])
+
+    params = placed(small_model.arrays(tree, 0))
+    slots = jax.device_put(optimizer.init(params), shardings[1])
+    for n in range(5):
+        params, slots, metrics = update(placed(gradients(tree, n)), slots, params, jnp.int32(n))
+    expected, expected_slots, expected_metrics = train(declare(name), tree, steps=5)
+    for found, specs, want, bound in ((params, padded, expected, 1e-6), (slots, optimizer.specs, expected_slots, 1e-5)):
+        true = jax.tree.map(lambda x, spec: cut(x, spec.true_shape), found, specs)
+        assert distance(true, want) < bound
+        jax.tree.map(lambda x, t: np.testing.assert_equal(np.count_nonzero(x), np.count_nonzero(t)), found, true)
     np.testing.assert_allclose(metrics["grad_norm"], expected_metrics["grad_norm"], rtol=1e-6)
