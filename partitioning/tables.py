@@ -16,8 +16,8 @@ from partitioning.declaration import DeclarationError, leaf, nearest
 from partitioning.mesh import AXES
 
 DEFAULT_RULES = {
-    "batch": ("data", "fsdp"), "length": None, "stream_length": None, "embed": None, "heads": "tensor", "kv_heads": "tensor", "head_dim": None,
-    "mlp": "tensor", "vocab": "tensor", "experts": "expert", "layers": None,
+    "batch": ("data", "fsdp"), "length": None, "stream_length": None, "embed": None, "heads": "tensor", "kv_heads": "tensor",
+    "head_dim": None, "mlp": "tensor", "vocab": "tensor", "experts": "expert", "layers": None,
 }
 TABLES = ("params", "gradients", "optimizer", "activations")
 ZERO_ORDER = ("optimizer", "gradients", "params")
