@@ -23,6 +23,7 @@ _HOMES = {
     "UNSHARDED": "unsharded",
     "multiples": "padding", "next_multiple": "padding", "filled": "padding", "trimmed": "padding", "trimmed_abstract": "padding",
     "Collective": "collectives", "group": "collectives", "read_collectives": "collectives",
+    "Memory": "memory",
     "memory_per_device": "report", "text": "report", "to_json": "report",
 }
 __all__ = list(_HOMES)

@@ -43,6 +43,7 @@ class Row:
       spec: per dim None, an axis or a tuple of axes.
       rule: what decided, in words.
       bytes_per_device: of the block that one device holds.
+      copies: how many devices hold the same block; 1 for an array that is split over all of them.
     """
     kind: str
     path: str
@@ -53,6 +54,7 @@ class Row:
     rule: str
     bytes: int
     bytes_per_device: int
+    copies: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +288,8 @@ def _row(kind: str, path: str, array: ArraySpec, placed: Placed, words: str, siz
     blocks = math.prod(sizes[axis] for axes in placed for axis in axes)
     words = ", ".join([words, *(f"{dim_name(array.dims, i)} padded from {true}" for i, true in enumerate(array.true_shape)
                                 if true != array.shape[i])])
-    return Row(kind, path, array.shape, array.dtype_name, array.dims, _spec(placed), words, array.bytes, array.bytes // blocks)
+    return Row(kind, path, array.shape, array.dtype_name, array.dims, _spec(placed), words, array.bytes, array.bytes // blocks,
+               math.prod(sizes.values()) // blocks)
 
 
 def _spec(placed: Placed) -> PartitionSpec:
