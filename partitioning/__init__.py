@@ -25,6 +25,7 @@ _HOMES = {
     "Collective": "collectives", "group": "collectives", "read_collectives": "collectives",
     "Memory": "memory",
     "memory_per_device": "report", "text": "report", "to_json": "report",
+    "html": "page",
 }
 __all__ = list(_HOMES)
 

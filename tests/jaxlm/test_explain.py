@@ -11,12 +11,13 @@ import pytest
 from jaxlm import explain
 from jaxlm.commandline import load_config, shipped_configs
 from jaxlm.job import build_job
+from partitioning import DeclarationError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def explained(capsys, *overrides, config="shakespeare", devices=8, as_json=True):
-    explain.main(argparse.Namespace(config=config, overrides=list(overrides), simulate_devices=devices, json=as_json))
+def explained(capsys, *overrides, config="shakespeare", devices=8, as_json=True, html=None):
+    explain.main(argparse.Namespace(config=config, overrides=list(overrides), simulate_devices=devices, json=as_json, html=html))
     shown = capsys.readouterr().out
     return json.loads(shown) if as_json else shown
 
@@ -52,6 +53,25 @@ def test_the_command_prints_text_and_starts_no_devices():
     done = command("--config=shakespeare", "--simulate_devices=4096", "--config.train.global_batch_size=4096")
     assert done.returncode == 0 and done.stdout.startswith("4096 devices: data=4096\n"), done.stderr
     assert "ZeRO 3 over fsdp shards nothing" in done.stdout
+
+
+def test_html_writes_a_page_beside_the_report(tmp_path, capsys):
+    report = explained(capsys, ("mesh.fsdp", "64"), ("mesh.tensor", "8"), config="llama3_70b", devices=512,
+                       html=str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert "<title>Sharding of llama3_70b</title>" in page and len(page.encode()) < 1_000_000
+    assert all(f">{row['path']}</a>" in page for row in report["arrays"])
+
+
+def test_text_of_a_large_model_is_readable_on_200_columns(capsys):
+    shown = explained(capsys, ("mesh.fsdp", "64"), ("mesh.tensor", "8"), config="llama3_70b", devices=512, as_json=False)
+    assert max(map(len, shown.partition("\nnotes\n")[0].splitlines())) <= 200
+
+
+def test_a_page_that_cannot_be_written_is_said_first(tmp_path, capsys):
+    for name in (tmp_path, tmp_path / "missing" / "page.html"):
+        with pytest.raises(DeclarationError, match="--html="):
+            explained(capsys, html=str(name))
 
 
 def test_mistakes_are_exit_2_with_one_message():
