@@ -78,12 +78,13 @@ def test_the_page_needs_nothing_from_elsewhere():
 
 def test_what_users_write_is_escaped():
     bad = "</script><b>&\"'"
-    params = {bad: ArraySpec((8,), "float32", ("embed",))}
-    layout = layout_of(params, {}, ShardingConfig(overrides=((re.escape(bad), ("tensor",)),)), tensor=8)
+    params = {bad: ArraySpec((8,), "float32", (bad,))}
+    layout = layout_of(params, {}, ShardingConfig(rules={bad: None}, overrides=((re.escape(bad), ("tensor",)),)), tensor=8)
     page = page_of(layout, title=bad, links={"tensor": bad})
     assert bad not in page and "<b>&" not in page
     read = Reader(page)
     assert read.all("title")[0][1] == bad and any(text == bad for _, text in read.all("a"))
+    assert f"{bad} 7:8" in [given.get("title") for given, _ in read.all("button")]
 
 
 def test_every_array_is_in_the_tables_with_its_exact_bytes():
