@@ -2,21 +2,28 @@
 
     python -m jaxlm.explain --config=llama3_70b --simulate_devices=512
 
-Nothing is compiled or allocated and no accelerator is needed: the answer comes from shapes and the declared tables. It
-is the layout that training on that number of devices uses.
+The answer comes from shapes and the declared tables: it is the layout that training on that number of devices uses.
+Nothing is allocated and no accelerator is needed, not even to compile the step for one:
+
+    python -m jaxlm.explain --config=llama3_70b --simulate_devices=512 --target=h200 --config.mesh.fsdp=-1
 """
 
 import json
 import pathlib
 import sys
 
+from jaxlm import xla_flags
 from jaxlm.commandline import configured, parser, run
 from partitioning.declaration import DeclarationError
+from partitioning.target import DEVICES_PER_HOST, target
 
 
 def arguments():
     """The command's flags."""
     out = parser("jaxlm.explain", "Print every array's shape, dims, sharding and bytes per device, and what decided it.")
+    out.add_argument("--compile", action="store_true",
+                     help="also compile the training step: its collectives and its memory, for the devices that are here")
+    out.add_argument("--target", metavar="CHIP", help="compile for GPUs that need not be here (h200, a100): does the step fit?")
     out.add_argument("--html", metavar="FILE", help="also write a page to look at, with a picture of which device holds what")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return out
@@ -26,17 +33,48 @@ def main(flags) -> None:
     """Prints the report for the devices that are there, or for as many as --simulate_devices says."""
     config = configured(flags.config, flags.overrides)
     page_file = None if flags.html is None else _writable(flags.html)
+    chip = None if flags.target is None else target(flags.target)
     import jax                                 # after the configuration has been read: mistakes in it answer at once
 
+    if chip is not None:
+        xla_flags.add(xla_flags.GPU_FLAGS)     # as training on the chip has them
+        jax.config.update("jax_platforms", "cpu")
     from jaxlm.job import build_job
     from partitioning import page, report
-    layout = build_job(config, flags.simulate_devices or jax.device_count()).layout
+    number = flags.simulate_devices or jax.device_count()
+    job = build_job(config, number)
+    collectives, memory = _compiled(job, chip, flags) if chip or flags.compile else (None, None)
     if page_file is not None:
-        page_file.write_text(page.html(layout, title=f"Sharding of {flags.config}"), "utf-8")
+        page_file.write_text(page.html(job.layout, collectives, memory, title=f"Sharding of {flags.config}"), "utf-8")
     if flags.json:
-        print(json.dumps(report.to_json(layout)))
+        print(json.dumps(report.to_json(job.layout, collectives, memory)))
     else:
-        print(report.text(layout), end="")
+        print(report.text(job.layout, collectives, memory), end="")
+
+
+def _compiled(job, chip, flags):
+    """The collectives and the memory of the compiled step; what would help where it does not fit with room to spare."""
+    import jax
+
+    from jaxlm import compiled
+    from jaxlm.job import build_job
+    number = job.layout.num_devices
+    devices = chip.devices(number) if chip else jax.devices()[:number]
+    kind, capacity = (chip.kind, chip.memory) if chip else (devices[0].device_kind, compiled.capacity_of(devices[0]))
+    if devices[0].platform == "cpu":
+        _say(f"warning: compiled for the CPU; on other chips XLA makes other programs, so collectives and temporary bytes differ. "
+             f"--target={min(DEVICES_PER_HOST)} or --target={max(DEVICES_PER_HOST)} compiles for a GPU.")
+    _say(f"compiling the training step for {number} x {kind}")
+    step = compiled.compile_for(job, devices)
+    memory = compiled.memory_of(step, kind, capacity)
+    if memory.capacity is not None and memory.room < memory.capacity // 10:
+        memory = compiled.with_suggestions(
+            memory, job, lambda change: build_job(configured(flags.config, [*flags.overrides, *change]), number), devices, _say)
+    return compiled.collectives_of(step, job), memory
+
+
+def _say(line: str) -> None:
+    print(f"explain: {line}", file=sys.stderr, flush=True)
 
 
 def _writable(name: str) -> pathlib.Path:

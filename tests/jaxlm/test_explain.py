@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def explained(capsys, *overrides, config="shakespeare", devices=8, as_json=True, html=None):
-    explain.main(argparse.Namespace(config=config, overrides=list(overrides), simulate_devices=devices, json=as_json, html=html))
+    explain.main(argparse.Namespace(config=config, overrides=list(overrides), simulate_devices=devices, json=as_json, html=html, compile=False, target=None))
     shown = capsys.readouterr().out
     return json.loads(shown) if as_json else shown
 
