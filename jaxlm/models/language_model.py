@@ -22,7 +22,7 @@ from jaxlm.config import ModelConfig
 from jaxlm.models import dropout as dropout_sites
 from jaxlm.models import parameters, rematerialisation, rope
 from jaxlm.models.dropout import Dropout
-from jaxlm.models.transformer import STREAM, WHOLE, Shared, Transformer
+from jaxlm.models.transformer import STREAM, WHOLE, Shared, Transformer, enter
 from kernels.attention import UnsupportedError, check_name
 from kernels.cross_entropy import cross_entropy
 from partitioning.array import ArraySpec
@@ -185,7 +185,8 @@ class LanguageModel:
             return nnx.merge(self._graphs[name], self._use(shard, params[name], name))
 
         embed = part("embed")
-        x_BLD = embed(tokens_BL).astype(self.compute_dtype)
+        # Whole in length first: rows are then looked up where they lie and summed, and the table is never gathered.
+        x_BLD = shard.constrain(embed(tokens_BL).astype(self.compute_dtype), WHOLE)
         if c.position == "learned":
             table = part("positions")
             x_BLD = x_BLD + (table.first(L) if positions_BL is None else table(positions_BL)).astype(x_BLD.dtype)
@@ -195,7 +196,7 @@ class LanguageModel:
             rotation = rope.angles(jnp.arange(L) if positions_BL is None else positions_BL, self._frequencies)
         shared = Shared(shard, rotation, segment_ids_BL, masks, 0 if cache is None else cache["length"], self.attention_backend)
         x_BLD, cache = self._layers(params["layers"], x_BLD, shared, cache)
-        x_BLD = shard.constrain(part("final_norm")(x_BLD), WHOLE)
+        x_BLD = enter(part("final_norm")(x_BLD), shard)
         logits_BLV = (embed if c.tie_embeddings else part("lm_head")).logits(x_BLD)
         logits_BLV = shard.constrain(logits_BLV, ("batch", "length", "vocab"))
         if c.logit_softcap is not None:

@@ -206,6 +206,12 @@ class MLP(nnx.Module):
         return name(self.down(name(hidden_BLF, "mlp_hidden")), "mlp_out")
 
 
+def enter(x_BLD: jax.Array, shard: Any) -> jax.Array:
+    """What a part of a block reads of the stream, with its length whole. Both places are named, so that where they differ this
+    array moves, rounded as it is: the compiler would be free to move an earlier one, in float32."""
+    return shard.constrain(shard.constrain(x_BLD, STREAM), WHOLE)
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -218,9 +224,9 @@ class Block(nnx.Module):
     def __call__(self, x_BLD: jax.Array, shared: Shared, layer, window, cache=None) -> tuple[jax.Array, Any]:
         """The residual stream after this block, and its cache. `layer` and `window` may be traced (they are scanned along)."""
         constrain = shared.shard.constrain
-        y_BLD, cache = self.attention(constrain(self.attention_norm(x_BLD), WHOLE), shared, window, cache)
+        y_BLD, cache = self.attention(enter(self.attention_norm(x_BLD), shared.shard), shared, window, cache)
         x_BLD = x_BLD + shared.dropout(constrain(y_BLD, STREAM), layer, dropout.ATTENTION)
-        y_BLD = self.mlp(constrain(self.mlp_norm(x_BLD), WHOLE), shared)
+        y_BLD = self.mlp(enter(self.mlp_norm(x_BLD), shared.shard), shared)
         return x_BLD + shared.dropout(constrain(y_BLD, STREAM), layer, dropout.MLP), cache
 
 
