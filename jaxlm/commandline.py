@@ -14,8 +14,9 @@ import pathlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 
+from jaxlm import xla_flags
 from jaxlm.config import Config, to_config
 from jaxlm.errors import RunError, Stopped
 from partitioning.declaration import DeclarationError, annotation_of, keys, nearest, parse
@@ -188,11 +189,16 @@ def simulate_devices(count: int | None) -> None:
         raise DeclarationError(f"--simulate_devices={count}; expected at least 1.")
     import jax
 
-    from jaxlm import xla_flags
-
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
     xla_flags.add(xla_flags.SIMULATION_FLAGS)
+
+
+def skip_cuda_without_gpu(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Where JAX's CUDA plugin is installed to compile for GPUs and there is none, keeps JAX from trying to start it, which ends
+    in a stack trace before it goes on with the CPU. What the user says in JAX_PLATFORMS stands."""
+    if xla_flags.has_cuda_plugin() and not xla_flags.has_nvidia_gpu() and importlib.util.find_spec("libtpu") is None:
+        environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _interrupt(number, frame):
@@ -221,6 +227,7 @@ def run(
                 hint = "an unquoted * becomes several words: quote the pattern."
             raise DeclarationError(f"unknown argument {unknown[0]!r}: {hint}")
         flags.overrides = overrides
+        skip_cuda_without_gpu()
         simulate_devices(flags.simulate_devices)
         return main(flags) or 0
     except DeclarationError as error:

@@ -58,7 +58,8 @@ def changes(config: Config, sizes: dict[str, int]) -> Iterator[tuple[Override, .
     if config.sharding.zero < 3 and sizes["fsdp"] > 1:
         yield (("sharding.zero", "3"),)
     if sizes["data"] > 1:
-        yield (("mesh.data", "1"), ("mesh.fsdp", str(batch_shards)), *([] if config.sharding.zero == 3 else [("sharding.zero", "3")]))
+        stage = [] if config.sharding.zero == 3 else [("sharding.zero", "3")]
+        yield (("mesh.data", "1"), ("mesh.fsdp", str(batch_shards)), *stage)
     if sizes["tensor"] > 1 and config.data.sequence_length % sizes["tensor"] == 0:
         yield (("sharding.activations.rules.stream_length", "tensor"),)
 

@@ -15,7 +15,7 @@ import sys
 from jaxlm import xla_flags
 from jaxlm.commandline import configured, parser, run
 from partitioning.declaration import DeclarationError
-from partitioning.target import DEVICES_PER_HOST, target
+from partitioning.targets import DEVICES_PER_HOST, target
 
 
 def arguments():
@@ -62,8 +62,8 @@ def _compiled(job, chip, flags):
     devices = chip.devices(number) if chip else jax.devices()[:number]
     kind, capacity = (chip.kind, chip.memory) if chip else (devices[0].device_kind, compiled.capacity_of(devices[0]))
     if devices[0].platform == "cpu":
-        _say(f"warning: compiled for the CPU; on other chips XLA makes other programs, so collectives and temporary bytes differ. "
-             f"--target={min(DEVICES_PER_HOST)} or --target={max(DEVICES_PER_HOST)} compiles for a GPU.")
+        _say("warning: compiled for the CPU; on other chips XLA makes other programs, so collectives and temporary bytes differ. "
+             f"To compile for GPUs: {' or '.join(f'--target={name}' for name in DEVICES_PER_HOST)}.")
     _say(f"compiling the training step for {number} x {kind}")
     step = compiled.compile_for(job, devices)
     memory = compiled.memory_of(step, kind, capacity)

@@ -33,8 +33,17 @@ def nvidia_gpu_expected(platforms: str | None = None) -> bool:
     """
     if platforms:
         return bool({"cuda", "gpu"} & set(platforms.split(",")))
-    has_device = any(pathlib.Path("/dev").glob("nvidia[0-9]*")) or pathlib.Path("/dev/dxg").exists()
-    return has_device and any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return has_nvidia_gpu() and has_cuda_plugin()
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the system shows one, here or through Windows."""
+    return any(pathlib.Path("/dev").glob("nvidia[0-9]*")) or pathlib.Path("/dev/dxg").exists()
+
+
+def has_cuda_plugin() -> bool:
+    """Whether JAX's plugin for NVIDIA GPUs is installed."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def apply(platforms: str | None = None, environ: MutableMapping[str, str] = os.environ) -> str | None:

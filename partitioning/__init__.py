@@ -24,6 +24,7 @@ _HOMES = {
     "multiples": "padding", "next_multiple": "padding", "filled": "padding", "trimmed": "padding", "trimmed_abstract": "padding",
     "Collective": "collectives", "group": "collectives", "read_collectives": "collectives",
     "Memory": "memory",
+    "Target": "targets", "target": "targets",
     "memory_per_device": "report", "text": "report", "to_json": "report",
     "html": "page",
 }

@@ -6,9 +6,10 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from jaxlm import explain
+from jaxlm import compiled, explain
 from jaxlm.commandline import load_config, shipped_configs
 from jaxlm.job import build_job
 from partitioning import DeclarationError
@@ -16,8 +17,9 @@ from partitioning import DeclarationError
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def explained(capsys, *overrides, config="shakespeare", devices=8, as_json=True, html=None):
-    explain.main(argparse.Namespace(config=config, overrides=list(overrides), simulate_devices=devices, json=as_json, html=html, compile=False, target=None))
+def explained(capsys, *overrides, config="shakespeare", devices=8, as_json=True, html=None, compile=False):
+    explain.main(argparse.Namespace(config=config, overrides=list(overrides), simulate_devices=devices, json=as_json, html=html,
+                                    compile=compile, target=None))
     shown = capsys.readouterr().out
     return json.loads(shown) if as_json else shown
 
@@ -72,6 +74,46 @@ def test_a_page_that_cannot_be_written_is_said_first(tmp_path, capsys):
     for name in (tmp_path, tmp_path / "missing" / "page.html"):
         with pytest.raises(DeclarationError, match="--html="):
             explained(capsys, html=str(name))
+
+
+SMALL = (("model.num_layers", "2"), ("model.embed_dim", "32"), ("model.mlp_dim", "64"), ("data.sequence_length", "32"))
+
+
+def test_compile_adds_the_collectives_and_the_memory_of_the_step(tmp_path, capsys):
+    explain.main(argparse.Namespace(config="shakespeare", overrides=[*SMALL, ("mesh.fsdp", "8")], simulate_devices=8, json=True,
+                                    html=str(tmp_path / "page.html"), compile=True, target=None))
+    shown = capsys.readouterr()
+    report = json.loads(shown.out)
+    gathers = [row for row in report["collectives"] if row["kind"] == "all-gather"]
+    assert gathers and all(row["axes"] == ["fsdp"] for row in gathers)
+    memory = report["memory"]
+    assert memory["platform"] == "cpu" and memory["capacity"] is memory["fits"] is None
+    state = sum(report["totals"][kind]["bytes_per_device"] for kind in ("params", "optimizer"))
+    assert state < memory["state"] < state + 10_000 and memory["temporary"] > 0
+    assert "warning: compiled for the CPU" in shown.err and "--target=" in shown.err
+    assert "Collectives of one training step" in (tmp_path / "page.html").read_text("utf-8")
+
+
+def test_what_needs_less_memory_is_compiled_and_said_as_it_would_be_written():
+    overrides = [*SMALL, ("mesh.fsdp", "2"), ("sharding.zero", "0"), ("train.global_batch_size", "32")]
+    job, said = build_job(load_config("shakespeare", overrides), 8), []
+    devices = jax.devices()[:8]
+    now = compiled.memory_of(compiled.compile_for(job, devices), "a chip", capacity=1)
+    found = compiled.with_suggestions(now, job, lambda change: build_job(load_config("shakespeare", [*overrides, *change]), 8),
+                                      devices, said.append)
+    known = [name for name, _ in found.suggestions]
+    assert known == ["--config.train.remat=full", "--config.train.gradient_accumulation=2", "--config.sharding.zero=3",
+                     "--config.mesh.data=1 --config.mesh.fsdp=8 --config.sharding.zero=3"] + known[4:]
+    assert len(said) == len(known) and found.helpful and not found.fits
+    best, needed = found.helpful[0]
+    words = [("=".join(word.split("=")[:-1]).removeprefix("--config."), word.split("=")[-1]) for word in best.split()]
+    again = build_job(load_config("shakespeare", [*overrides, *words]), 8)
+    assert compiled.memory_of(compiled.compile_for(again, devices), "a chip", 1).needed == needed < now.needed
+
+
+def test_an_unknown_target_is_exit_2_with_those_that_are_known():
+    done = command("--config=shakespeare", "--target=h2000")
+    assert done.returncode == 2 and done.stderr == "error: no target 'h2000'; did you mean 'h200'?\n"
 
 
 def test_mistakes_are_exit_2_with_one_message():

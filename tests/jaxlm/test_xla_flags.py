@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from jaxlm import xla_flags
+from jaxlm import commandline, xla_flags
 from jaxlm.xla_flags import GPU_FLAGS, SIMULATION_FLAGS, add, apply, nvidia_gpu_expected
 
 
@@ -60,3 +60,18 @@ def test_what_the_user_has_set_stands():
 def test_applying_twice_is_applying_once():
     environ = {}
     assert apply("gpu", environ) == apply("gpu", environ)
+
+
+def test_a_cuda_plugin_without_a_gpu_is_not_started(monkeypatch):
+    """It is there to compile for GPUs elsewhere; starting it prints a stack trace."""
+    monkeypatch.setattr(xla_flags, "has_nvidia_gpu", lambda: False)
+    for plugin, given, expected in ((True, {}, {"JAX_PLATFORMS": "cpu"}), (False, {}, {}),
+                                    (True, {"JAX_PLATFORMS": "cuda"}, {"JAX_PLATFORMS": "cuda"})):
+        monkeypatch.setattr(xla_flags, "has_cuda_plugin", lambda plugin=plugin: plugin)
+        environ = dict(given)
+        commandline.skip_cuda_without_gpu(environ)
+        assert environ == expected
+    monkeypatch.setattr(xla_flags, "has_nvidia_gpu", lambda: True)
+    environ = {}
+    commandline.skip_cuda_without_gpu(environ)
+    assert environ == {}

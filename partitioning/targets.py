@@ -2,8 +2,7 @@
 
     chip = target("h200")
     layout = layout.on(make_mesh(sizes, chip.devices(512)))
-    with chip.compiling():
-        compiled = jax.jit(step).lower(...).compile()          # XLA:GPU's own program for 64 hosts of 8
+    compiled = jax.jit(step).lower(...).compile()              # XLA:GPU's own program for 64 hosts of 8
 
 XLA compiles for NVIDIA GPUs on any machine on which JAX's CUDA plugin and the compiler's libraries are installed. No driver
 is needed, nothing can be run, and XLA does not choose between kernels by timing them (no autotuning).
@@ -17,7 +16,7 @@ from typing import Any
 
 from partitioning.declaration import DeclarationError, nearest
 
-FOLDER = pathlib.Path(__file__).with_name("targets")      # NAME.txtpb: XLA's description of a chip (GpuTargetConfigProto)
+FOLDER = pathlib.Path(__file__).with_name("chips")      # NAME.txtpb: XLA's description of a chip (GpuTargetConfigProto)
 DEVICES_PER_HOST = {"a100": 8, "h200": 8}                 # joined by NVLink: NVIDIA's HGX and DGX boards
 
 
@@ -73,13 +72,6 @@ def target(name: str) -> Target:
 
 def _check_installed(chip: Target) -> None:
     """The plugin without which JAX knows no platform 'cuda'."""
-    if not any(_is_found(f"jax_plugins.xla_cuda{version}") for version in (13, 12)):
-        raise DeclarationError(f"compiling for {chip.kind} needs XLA's CUDA compiler (no GPU): pip install 'jaxlm[compile]', or "
-                               "pip install -e '.[compile]' in the repository.")
-
-
-def _is_found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:                # its package is missing
-        return False
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12)):
+        raise DeclarationError(f"compiling for {chip.kind} needs XLA's CUDA compiler (and no GPU): pip install 'jaxlm[compile]', "
+                               "or pip install -c requirements.lock -e '.[compile]' in the repository.")

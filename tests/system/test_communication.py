@@ -1,0 +1,84 @@
+"""What training moves between GPUs, read from programs that XLA compiles for real topologies of H200s (no GPU is needed)."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from partitioning import DeclarationError, target
+from tests.jaxlm.test_explain import ROOT
+
+LLAMA_8B, LLAMA_70B = 8_030_261_248, 70_553_706_496
+
+
+@functools.cache
+def explained(*arguments):
+    """The report of `python -m jaxlm.explain --target=h200` with its collectives; a skip where XLA's CUDA compiler is not."""
+    try:
+        target("h200").devices(1)
+    except DeclarationError as error:
+        pytest.skip(str(error))
+    words = [sys.executable, "-m", "jaxlm.explain", "--target=h200", "--json", *arguments]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def moved(report, **fields) -> int:
+    """Bytes that one device sends in the collectives with these fields."""
+    return sum(row["moved"] for row in report["collectives"] if all(row[key] == value for key, value in fields.items()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters, arguments", [
+    (LLAMA_8B, ("--config=llama3_8b", "--simulate_devices=8", "--config.mesh.fsdp=8", "--config.train.global_batch_size=8")),
+    (LLAMA_70B, ("--config=llama3_70b", "--simulate_devices=512", "--config.mesh.fsdp=512", "--config.mesh.tensor=1",
+                 "--config.train.global_batch_size=512")),
+], ids=["8B on 8", "70B on 512"])
+def test_fully_sharded_training_moves_what_the_textbook_says(parameters, arguments):
+    """Parameters gathered in bfloat16 once forward and once backward, gradients reduced in float32 once: (n-1)/n of each."""
+    report = explained(*arguments)
+    assert report["totals"]["params"]["bytes"] == 4 * parameters
+    n = report["devices"]
+    textbook = parameters * (2 + 2 + 4) * (n - 1) / n
+    assert abs(moved(report) / textbook - 1) <= 0.05
+    assert {tuple(row["axes"]) for row in report["collectives"]} == {("fsdp",)}
+    assert moved(report, kind="all-reduce") < 1000               # the loss, the count of targets and the norm
+    assert moved(report, kind="all-gather", dtype="float32") < 1e-3 * textbook      # gains of norms
+    layers = sum(row["bytes"] for row in report["arrays"] if row["kind"] == "gradients" and row["path"].startswith("layers/"))
+    scattered = [row for row in report["collectives"] if row["kind"] == "reduce-scatter"]
+    assert {row["dtype"] for row in scattered} == {"float32"}
+    assert sum(row["bytes"] for row in scattered if row["in_loop"]) == layers        # layer by layer, as backward goes
+    assert report["memory"]["fits"]
+
+
+TWO_D = ("--config=llama3_70b", "--simulate_devices=512", "--config.mesh.fsdp=64", "--config.mesh.tensor=8",
+         "--config.train.global_batch_size=64")
+STREAM = 8192 * 8192 * 2       # bytes of one row of the residual stream, in bfloat16
+LAYERS = 80
+
+
+@pytest.mark.slow
+def test_tensor_sharding_sums_what_each_part_puts_out_and_moves_no_scores():
+    report = explained(*TWO_D)
+    assert {row["kind"] for row in report["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+    inside = [row for row in report["collectives"] if row["in_loop"] and "tensor" in row["axes"]]
+    # Per layer: two sums forward; the attention's once more, as it is recomputed; and two backward, of the inputs' gradients.
+    assert [(row["kind"], row["dtype"], row["bytes"]) for row in inside] == [("all-reduce", "bfloat16", 5 * LAYERS * STREAM)]
+
+
+@pytest.mark.slow
+def test_sequence_sharding_halves_each_sum_and_gathers_in_the_compute_dtype():
+    report = explained(*TWO_D, "--config.sharding.activations.rules.stream_length=tensor")
+    assert "all-to-all" not in {row["kind"] for row in report["collectives"]}
+    inside = {(row["kind"], row["dtype"]): row["bytes"] for row in report["collectives"]
+              if row["in_loop"] and row["axes"] == ["tensor"] and row["bytes"] > STREAM}
+    assert inside == {("reduce-scatter", "bfloat16"): 5 * LAYERS * STREAM, ("all-gather", "bfloat16"): 6 * LAYERS * STREAM}
+    whole = explained(*TWO_D)["memory"]["temporary"]
+    assert report["memory"]["temporary"] < whole / 2
+    table = next(row["bytes"] for row in report["arrays"] if row["path"] == "embed/embedding")
+    outside = [row["bytes"] for row in report["collectives"] if not row["in_loop"] and "tensor" in row["axes"]]
+    assert max(outside) < table / 8                              # neither the table nor its gradient moves along tensor
