@@ -1,5 +1,7 @@
 """Loss curves of a configuration on some of the devices, through the real job, step and data."""
 
+import functools
+
 import jax
 import numpy as np
 
@@ -58,6 +60,12 @@ def curve(config: Config, num_devices: int, steps: int = 50) -> tuple[np.ndarray
             jax.block_until_ready(state)  # simulated devices share a few threads; steps that pile up can starve each other
     loss, norm = np.array(jax.device_get(rows), np.float64).T
     return loss, norm
+
+
+@functools.cache
+def one_device(**leaves) -> tuple[np.ndarray, np.ndarray]:
+    """`curve` of one device, the reference; computed once."""
+    return curve(config_of(**leaves, mesh__data=1), 1)
 
 
 def compare(ours, reference) -> dict[str, float]:

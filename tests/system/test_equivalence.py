@@ -1,40 +1,50 @@
-"""One answer: in float32 every mesh, ZeRO stage and form of the step trains to the curve of one device."""
+"""One answer: in float32 every mesh, ZeRO stage and form of the step trains to the curve of one device.
+
+`test_broken_reductions` breaks the promise on purpose; padding has its own matrix in `test_padding`.
+"""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxlm import train_step
-from jaxlm.train_step import loss_and_gradients
-from partitioning import layout
-from tests.system.curves import compare, config_of, curve, is_equal
+from jaxlm.job import build_job
+from jaxlm.models import language_model
+from jaxlm.models.dropout import Dropout
+from jaxlm.train_step import split_microbatches
+from partitioning.paths import flatten, unflatten
+from tests.system.curves import compare, config_of, curve, is_equal, one_device
 
-REMAT_NONE = dict(train__remat=("none",))
+SEQUENCE = dict(sharding__activations=dict(rules=dict(stream_length="tensor")))
 FORMS = {
     "data": (8, dict(mesh__data=8)),
     "fsdp": (8, dict(mesh__fsdp=8)),
     "tensor": (2, dict(mesh__tensor=2)),
-    "data and fsdp": (8, dict(mesh__data=2, mesh__fsdp=4)),
+    "data and fsdp": (8, dict(mesh__data=2, mesh__fsdp=4)),  # hybrid: sharded inside, replicated across
     "data and tensor": (8, dict(mesh__data=4, mesh__tensor=2)),
     "fsdp and tensor": (8, dict(mesh__fsdp=4, mesh__tensor=2)),
     "all three": (8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2)),
-    "ZeRO 0": (4, dict(mesh__fsdp=4, sharding__zero=0)),
+    "sequence": (2, dict(mesh__tensor=2, **SEQUENCE)),
+    "sequence and data": (4, dict(mesh__data=2, mesh__tensor=2, **SEQUENCE)),
+    "sequence and fsdp": (4, dict(mesh__fsdp=2, mesh__tensor=2, **SEQUENCE)),
+    "sequence and both": (8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, **SEQUENCE)),
+    "ZeRO 0": (4, dict(mesh__fsdp=4, sharding__zero=0)),  # over data that is "data", and ZeRO 3 is "fsdp"
     "ZeRO 1": (4, dict(mesh__fsdp=4, sharding__zero=1)),
     "ZeRO 2": (4, dict(mesh__fsdp=4, sharding__zero=2)),
+    "ZeRO 1 over data": (4, dict(mesh__data=4, sharding__zero=1, sharding__zero_axes=("data",))),
+    "ZeRO 2 over data": (4, dict(mesh__data=4, sharding__zero=2, sharding__zero_axes=("data",))),
+    "ZeRO 3 over data": (4, dict(mesh__data=4, sharding__zero=3, sharding__zero_axes=("data",))),
+    "hybrid, optimizer over data too": (4, dict(mesh__data=2, mesh__fsdp=2, sharding__optimizer=dict(spread="data"))),
     "accumulation": (1, dict(train__gradient_accumulation=4)),
-    "accumulation on a mesh": (4, dict(mesh__fsdp=2, mesh__tensor=2, train__gradient_accumulation=2)),
-    "no remat": (1, REMAT_NONE),
-    "full remat": (1, dict(train__remat=("full",))),
-    "unrolled": (1, dict(model__scan_layers=False)),
-    "unrolled on a mesh": (4, dict(mesh__fsdp=2, mesh__tensor=2, model__scan_layers=False)),
+    "accumulation, fsdp": (4, dict(mesh__fsdp=4, train__gradient_accumulation=2)),
+    "accumulation, sequence": (2, dict(mesh__tensor=2, train__gradient_accumulation=4, **SEQUENCE)),
+    "accumulation, hybrid": (4, dict(mesh__data=2, mesh__fsdp=2, train__gradient_accumulation=2)),
+    "no remat": (4, dict(mesh__fsdp=2, mesh__tensor=2, train__remat=("none",))),
+    "full remat": (4, dict(mesh__fsdp=2, mesh__tensor=2, train__remat=("full",))),
+    "unrolled": (4, dict(mesh__fsdp=2, mesh__tensor=2, model__scan_layers=False)),
 }
-
-
-@functools.cache
-def one_device(dropout: float = 0.0):
-    return curve(config_of(model__dropout=dropout, mesh__data=1), 1)
 
 
 def test_the_reference_curve_falls_by_more_than_a_nat():
@@ -49,67 +59,107 @@ def test_the_curve_is_that_of_one_device(form):
     assert is_equal(figures), figures
 
 
-def test_dropout_masks_do_not_depend_on_the_mesh_or_the_microbatches():
-    sharded = config_of(model__dropout=0.1, mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__gradient_accumulation=2)
-    figures = compare(curve(sharded, 8), one_device(0.1))
+def test_the_curve_of_a_model_like_gpt_2_with_dropout_is_that_of_one_device():
+    """Offsets of norms and biases, one table at both ends, and the masks of every microbatch, forward and recomputed."""
+    model = dict(model__norm="layernorm", model__activation="gelu", model__position="learned", model__bias=True,
+                 model__tie_embeddings=True, model__dropout=0.1)
+    devices, leaves = FORMS["sequence and both"]
+    figures = compare(curve(config_of(**model, **leaves, train__gradient_accumulation=2), devices), one_device(**model))
     assert is_equal(figures), figures
 
 
-def test_initial_parameters_are_the_same_bits_on_every_mesh():
-    from jaxlm.job import build_job
+INITIAL = ("fsdp", "all three", "ZeRO 0", "ZeRO 3 over data", "hybrid, optimizer over data too", "sequence and both")
 
+
+def test_the_first_state_has_the_same_bits_on_every_mesh():
     def initial(devices, **leaves):
         job = build_job(config_of(**leaves), devices).on_devices(jax.devices()[:devices])
-        return jax.device_get(job.initialise()["params"])
+        return jax.device_get(job.initialise())
 
     reference = initial(1, mesh__data=1)
-    for leaves in (dict(mesh__fsdp=8), dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), dict(mesh__data=8)):
-        same = jax.tree.map(lambda a, b: (a.view("uint32") == b.view("uint32")).all(), reference, initial(8, **leaves))
-        assert all(jax.tree.leaves(same))
+    for devices, leaves in (FORMS[form] for form in INITIAL):
+        same = jax.tree.map(lambda a, b: a.dtype == b.dtype and a.tobytes() == b.tobytes(), reference, initial(devices, **leaves))
+        assert all(jax.tree.leaves(same)), leaves
 
 
-# Each of these breaks the promise on purpose: the comparison must see it.
+# Masks, read off a model whose residual stream adds up nothing else: every token starts as 1, and the two parts of layer i
+# add 4 * 4^i and 2 * 4^i wherever they are not dropped. At a rate of 1/2 the sums are exact, and each tells its masks.
 
 
-def mean_of_means(objective, params, batch, *, accumulation, dtype):
-    """Gradient accumulation as it is often done wrong: each microbatch by its own target count, then averaged."""
-    total = jnp.sum(batch["mask"].astype(jnp.float32))
-
-    def own_mean(params, microbatch):
-        own = jnp.sum(microbatch["mask"].astype(jnp.float32))
-        value, sums = objective(params, microbatch)
-        return value * total / own / accumulation, sums * total / own / accumulation
-
-    return loss_and_gradients(own_mean, params, batch, accumulation=accumulation, dtype=dtype)
-
-
-def doubled_gradient(backward):
-    """The backward of a parameter's gather, counting each gradient twice, as a replica too many would."""
-
-    def broken(*args):
-        return tuple(2 * gradient for gradient in backward(*args))
-
-    return broken
+def mask_model(job):
+    """Parameters with which the logits of the first ids are the residual stream after the final norm."""
+    specs = flatten(job.model.specs)
+    params = {path: jnp.zeros(spec.shape, spec.dtype) for path, spec in specs.items()}
+    doubling = jnp.broadcast_to(4.0 ** jnp.arange(job.config.model.num_layers)[:, None], specs["layers/mlp/down/bias"].shape)
+    params |= {
+        "embed/embedding": params["embed/embedding"] + 1,
+        "layers/attention/output/bias": 2 * doubling,
+        "layers/mlp/down/bias": 4 * doubling,
+        "final_norm/scale": params["final_norm/scale"] + 1,
+        "lm_head/kernel": jnp.eye(*specs["lm_head/kernel"].shape),
+    }
+    return unflatten(params)
 
 
-def lost_rows(objective, params, batch, *, accumulation, dtype):
-    """One shard's rows never reach the sum."""
-    kept = jnp.arange(batch["mask"].shape[0]) >= batch["mask"].shape[0] // 4
-    return loss_and_gradients(
-        objective, params, {**batch, "mask": batch["mask"] & kept[:, None]}, accumulation=accumulation, dtype=dtype
-    )
+def masks_as_logits(devices, **leaves):
+    """Float32 [B, L, D]: what the model above says of each element, in the order of the examples."""
+    config = config_of(model__dropout=0.5, model__bias=True, **leaves)
+    job = build_job(config, devices).on_devices(jax.devices()[:devices])
+    size, count = config.train.global_batch_size, config.train.gradient_accumulation
+    example = jnp.arange(size, dtype=jnp.int32) + 3
+
+    def forward(params, batch):
+        def of(microbatch):
+            return job.model.logits(params, microbatch["inputs"], dropout=(jax.random.key(7), microbatch["example"]),
+                                    shard=job.layout)[..., :config.model.embed_dim]
+        logits = jax.lax.map(of, split_microbatches(batch, count))
+        return jnp.moveaxis(logits, 0, 1).reshape(size, *logits.shape[2:])
+
+    at = job.batch_shardings()
+    batch = {"inputs": jnp.zeros((size, config.data.sequence_length), jnp.int32), "example": example}
+    batch = {name: jax.device_put(x, at[name]) for name, x in batch.items()}
+    return np.asarray(jax.jit(forward)(jax.device_put(mask_model(job), job.shardings()["params"]), batch))
 
 
-@pytest.mark.parametrize("broken", [mean_of_means, lost_rows])
-def test_the_comparison_sees_a_wrong_sum(broken, monkeypatch):
-    monkeypatch.setattr(train_step, "loss_and_gradients", broken)
-    assert not is_equal(compare(curve(config_of(train__gradient_accumulation=4), 1, 20), tuple(c[:20] for c in one_device())))
+@functools.cache
+def masks_on_one_device():
+    return masks_as_logits(1, mesh__data=1)
 
 
-def test_the_comparison_sees_a_gradient_that_is_counted_twice(monkeypatch):
-    original = layout._gather
-    gather = jax.custom_vjp(lambda *a: original(*a), nondiff_argnums=(1, 2, 3, 4, 5))
-    gather.defvjp(lambda *a: (original(*a), None), doubled_gradient(layout._gather_backward))
-    monkeypatch.setattr(layout, "_gather", gather)
-    figures = compare(curve(config_of(mesh__fsdp=2), 2, 20), tuple(c[:20] for c in one_device()))
-    assert not is_equal(figures), figures
+MASKS = {
+    **{form: FORMS[form] for form in ("data", "fsdp and tensor", "sequence", "sequence and both", "accumulation, sequence")},
+    "accumulation, sequence and both": (8, dict(FORMS["sequence and both"][1], train__gradient_accumulation=2)),
+    "length over everything": (8, dict(mesh__fsdp=4, mesh__tensor=2, sharding__activations=dict(
+        rules=dict(batch="data", stream_length=("fsdp", "tensor"))))),
+    "unrolled": FORMS["unrolled"],
+}
+
+
+@pytest.mark.parametrize("form", MASKS)
+def test_dropout_masks_have_the_same_bits_in_every_layer_on_every_mesh(form):
+    devices, leaves = MASKS[form]
+    assert len(np.unique(masks_on_one_device())) > 1000  # of all the sums that 9 masks can make
+    assert masks_as_logits(devices, **leaves).tobytes() == masks_on_one_device().tobytes()
+
+
+class RowsOfAShard(Dropout):
+    """Each of two shards counts its rows from 0."""
+
+    def __call__(self, x_BLD, layer, site):
+        own = self.example_B - jnp.where(jnp.arange(x_BLD.shape[0]) < x_BLD.shape[0] // 2, 0, x_BLD.shape[0] // 2)
+        return Dropout(self.rate, self.key, own)(x_BLD, layer, site)
+
+
+class LengthOfAShard(Dropout):
+    """Each of two shards draws for its own part of the length, from the same key."""
+
+    def __call__(self, x_BLD, layer, site):
+        halves = jnp.split(x_BLD, 2, axis=1)
+        return jnp.concatenate([Dropout(self.rate, self.key, self.example_B)(half, layer, site) for half in halves], axis=1)
+
+
+@pytest.mark.parametrize("broken", [RowsOfAShard, LengthOfAShard])
+def test_masks_that_depend_on_the_shard_are_seen(broken, monkeypatch):
+    monkeypatch.setattr(language_model, "Dropout", broken)
+    devices, leaves = MASKS["sequence"]
+    assert masks_as_logits(devices, **leaves).tobytes() != masks_on_one_device().tobytes()
