@@ -73,5 +73,5 @@ def target(name: str) -> Target:
 def _check_installed(chip: Target) -> None:
     """The plugin without which JAX knows no platform 'cuda'."""
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12)):
-        raise DeclarationError(f"compiling for {chip.kind} needs XLA's CUDA compiler (and no GPU): pip install 'jaxlm[compile]', "
-                               "or pip install -c requirements.lock -e '.[compile]' in the repository.")
+        raise DeclarationError(f"compiling for {chip.kind} needs XLA's CUDA compiler (and no GPU): "
+                               "pip install -c requirements.lock -e '.[compile]' in the repository.")

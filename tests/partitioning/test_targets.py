@@ -25,5 +25,5 @@ def test_devices_that_do_not_fill_hosts_are_an_error_with_the_numbers_that_do():
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DeclarationError, match=r"pip install 'jaxlm\[compile\]'"):
+    with pytest.raises(DeclarationError, match=r"pip install -c requirements.lock -e '.\[compile\]'"):
         target("h200").devices(8)
