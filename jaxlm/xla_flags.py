@@ -16,6 +16,8 @@ GPU_FLAGS = (
     ("xla_gpu_all_gather_combine_threshold_bytes", str(1 << 28),  "one gather for the weights of a layer, not one per array"),
     ("xla_gpu_reduce_scatter_combine_threshold_bytes", str(1 << 28), "the same for the gradients of a layer"),
     ("xla_gpu_all_reduce_combine_threshold_bytes", str(1 << 28),  "the same for gradients that are replicated"),
+    ("xla_gpu_all_reduce_splitter_ignore_profitability_check", "true", "with parameters spread over some axes of the batch, a "
+                                                                  "gradient is scattered over those before the others sum it"),
 )
 
 # For simulated devices: they share the cores, so one that keeps the others waiting is slow, not stuck.

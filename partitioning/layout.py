@@ -338,6 +338,10 @@ def _gather_backward(mesh, weight, dtype, carrier, param_dtype, _, cotangent):
     # First as the parameter was used: a table's gradient is then summed over the batch where the lookups are, and the two
     # constraints together are a reduce-scatter. Without it XLA gathers the whole batch's activations instead.
     cotangent = _constrain(cotangent, mesh, weight.used)
+    if weight.gradient != weight.used:
+        # The barrier keeps XLA from seeing where the gradient goes next. It would merge this slice with the optimizer's, which
+        # may be smaller, and then no reduce-scatter has the devices of both.
+        cotangent = jax.lax.optimization_barrier(_constrain(cotangent, mesh, weight.gradient))
     return (_constrain(cotangent, mesh, weight.gradient).astype(param_dtype),)
 
 

@@ -55,6 +55,22 @@ def test_fully_sharded_training_moves_what_the_textbook_says(parameters, argumen
     assert report["memory"]["fits"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [(), ("--config.sharding.optimizer.spread=data",)], ids=["hybrid", "optimizer over data"])
+def test_hybrid_sharding_scatters_inside_a_host_and_sums_only_shards_across(spread):
+    report = explained("--config=llama3_8b", "--simulate_devices=16", "--config.mesh.fsdp=8", "--config.mesh.data=2",
+                       "--config.train.global_batch_size=16", "--config.model.num_layers=8", *spread)
+    params = {row["path"]: row["bytes"] / 4 for row in report["arrays"] if row["kind"] == "params"}
+    tables = params["embed/embedding"] + params["lm_head/kernel"]                # gathered once, not twice
+    inside, across = moved(report, axes=["fsdp"]), moved(report, axes=["data"])
+    assert abs(inside / ((sum(params.values()) * (2 + 2 + 4) - tables * 2) * 7 / 8) - 1) <= 0.001
+    shard = 4 * sum(params.values()) / 8
+    # Each gradient's shard is summed once (twice 1/2 of it is sent); a spread optimizer's new parameters are gathered once.
+    assert abs(moved(report, axes=["data"], kind="all-reduce") / shard - 1) <= 0.001
+    assert abs((across - moved(report, axes=["data"], kind="all-reduce")) / shard - (0.5 if spread else 0)) <= 0.001
+    assert moved(report) - inside - across < 1e-4 * inside                       # gains of norms, and scalars
+
+
 TWO_D = ("--config=llama3_70b", "--simulate_devices=512", "--config.mesh.fsdp=64", "--config.mesh.tensor=8",
          "--config.train.global_batch_size=64")
 STREAM = 8192 * 8192 * 2       # bytes of one row of the residual stream, in bfloat16
