@@ -91,10 +91,13 @@ def _where(rule: Rule, dim: str | None) -> str:
 
 def _conflict(name: str, dims: Sequence[str | None], axis: str, first: int, second: int, rules: Sequence[Rule]) -> str:
     one, other = dim_name(dims, first), dim_name(dims, second)
+    between = ""
+    if "length" in (one, other):
+        between = " To split the length only between the parts of a block, give the rule to stream_length."
     return (f"{name}: its dims {one} and {other} both claim the mesh axis {axis!r} "
             f"({one} by {_where(rules[first], dims[first])}, {other} by {_where(rules[second], dims[second])}), "
             f"and one axis can split an array only once. Take {axis!r} off one of them; if it is right for another kind of "
-            f"array, say so in that kind's own table (config.sharding.params, gradients, optimizer or activations).")
+            f"array, say so in that kind's own table (config.sharding.params, gradients, optimizer or activations).{between}")
 
 
 def _indivisible(name: str, array: ArraySpec, i: int, rule: Rule, sizes: Mapping[str, int],
