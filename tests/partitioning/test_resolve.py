@@ -243,7 +243,8 @@ def test_one_axis_on_two_dims_names_array_axis_and_both_dims_on_any_mesh(axis_si
 def test_the_axis_of_the_heads_on_the_length_is_answered_with_the_dim_that_may_have_it():
     query = {"query": ArraySpec((8, 32, 4, 16), "float32", ("batch", "length", "heads", "head_dim"))}
     with pytest.raises(DeclarationError, match="length and heads both claim .* give the rule to stream_length"):
-        resolve({**dict.fromkeys(AXES, 1), "tensor": 2}, ShardingConfig(activations={"rules": {"length": "tensor"}}), {}, {}, query)
+        split = ShardingConfig(activations={"rules": {"length": "tensor"}})
+        resolve({**dict.fromkeys(AXES, 1), "tensor": 2}, split, {}, {}, query)
 
 
 def test_a_dim_that_its_axis_does_not_divide_gives_the_numbers_and_what_works():
