@@ -56,6 +56,17 @@ def test_fully_sharded_training_moves_what_the_textbook_says(parameters, argumen
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compute, gradients, reduced", [("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"),
+                                                         ("float32", "bfloat16", "float32")])
+def test_gradients_are_reduced_in_their_own_dtype_and_never_one_narrower_than_the_computation(compute, gradients, reduced):
+    report = explained("--config=shakespeare", "--simulate_devices=8", "--config.mesh.fsdp=8", "--config.model.num_layers=2",
+                       f"--config.precision.compute={compute}", f"--config.precision.gradients={gradients}")
+    scattered = {(row["dtype"], row["in_loop"]) for row in report["collectives"]
+                 if row["kind"] == "reduce-scatter" and row["bytes"] > 10_000}       # more than the gains of norms
+    assert scattered == {(reduced, True), (reduced, False)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [(), ("--config.sharding.optimizer.spread=data",)], ids=["hybrid", "optimizer over data"])
 def test_hybrid_sharding_scatters_inside_a_host_and_sums_only_shards_across(spread):
     report = explained("--config=llama3_8b", "--simulate_devices=16", "--config.mesh.fsdp=8", "--config.mesh.data=2",
