@@ -12,7 +12,6 @@ as soon as they exist.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -167,6 +166,11 @@ class Layout:
             return _gather(x, self.mesh, weight, *dtypes_in_use(x, dtype, gradients), jnp.dtype(x.dtype))
 
         return map_paths(gather, params, prefix)
+
+    def gathers(self, path: str) -> bool:
+        """Whether a parameter lies otherwise in use than at rest."""
+        weight = self._weight(path)
+        return weight.stored != weight.used
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A spec on this layout's devices."""
@@ -323,15 +327,17 @@ def _constrain(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(context if context.axis_names == AXES else mesh, spec))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
-def _gather(x: jax.Array, mesh: Mesh, weight: Weight, dtype: Any, carrier: Any, param_dtype: Any) -> jax.Array:
+def _gathered(x: jax.Array, mesh: Mesh, weight: Weight, dtype: Any, carrier: Any, param_dtype: Any) -> jax.Array:
     # Cast first and pin the cast where the parameter rests: else XLA gathers before it casts, and moves float32.
     x = _constrain(x.astype(dtype), mesh, weight.stored)
     return (x if weight.used == weight.stored else _constrain(x, mesh, weight.used)).astype(carrier)
 
 
-def _gather_forward(x, mesh, weight, dtype, carrier, param_dtype):
-    return _gather(x, mesh, weight, dtype, carrier, param_dtype), None
+_gather = jax.custom_vjp(_gathered, nondiff_argnums=(1, 2, 3, 4, 5))
+
+
+def _gather_forward(*args):
+    return _gathered(*args), None  # its steps in plain sight: a policy of rematerialisation decides on each
 
 
 def _gather_backward(mesh, weight, dtype, carrier, param_dtype, _, cotangent):

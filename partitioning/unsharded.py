@@ -19,6 +19,11 @@ class Unsharded:
         del prefix, stacked
         return cast(params, dtype, gradients)
 
+    def gathers(self, path: str) -> bool:
+        """False: nothing lies anywhere else."""
+        del path
+        return False
+
 
 UNSHARDED = Unsharded()
 

@@ -25,6 +25,7 @@ from jaxlm.models.dropout import Dropout
 from jaxlm.models.transformer import STREAM, WHOLE, Shared, Transformer, enter
 from kernels.attention import UnsupportedError, check_name
 from kernels.cross_entropy import cross_entropy
+from partitioning import paths
 from partitioning.array import ArraySpec
 from partitioning.declaration import DeclarationError
 from partitioning.unsharded import UNSHARDED
@@ -211,6 +212,8 @@ class LanguageModel:
         c = self.config
         windows = c.windows()
         alike = len(set(windows)) == 1         # then the window is static and costs nothing to mask with
+        gathered = [spec.shape[1:] for path, spec in paths.flatten(self.specs["layers"]).items()
+                    if shared.shard.gathers(paths.join("layers", path))]
         if cache is not None:
             cache = {"key": cache["key"], "value": cache["value"]}
 
@@ -219,8 +222,9 @@ class LanguageModel:
                 weights = self._use(shared.shard, params, "layers")
                 return nnx.merge(self._graphs["layers"], weights)(x_BLD, shared, layer, window, cache)
 
-            policy = self.remat if cache is None else ("none",)
-            return rematerialisation.apply(run, policy, looped=c.scan_layers)
+            if cache is not None:
+                return run
+            return rematerialisation.apply(run, self.remat, looped=c.scan_layers, gathered=gathered)
 
         numbers = jnp.arange(c.num_layers, dtype=jnp.int32)
         if c.scan_layers:

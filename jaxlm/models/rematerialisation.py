@@ -1,6 +1,6 @@
 """Rematerialisation: what a block keeps for the backward pass; the rest is computed again there.
 
-  none   everything is kept; nothing is recomputed.
+  none   everything is kept, but for weights that are gathered from where they rest; nothing else is recomputed.
   full   only the block's input is kept.
   dots   the outputs of the matmuls with weights are kept; attention scores, norms and activations are recomputed.
   names  of activations: only those are kept. A block names the points in NAMES.
@@ -8,7 +8,7 @@
 ('dots', the default, is often the fastest too: what it recomputes is cheaper than to write and read back.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -46,10 +46,32 @@ def check(policy: tuple[str, ...]) -> None:
                                    f"{nearest(item, (*alone, *NAMES))}")
 
 
-def apply(block: Callable, policy: tuple[str, ...], *, looped: bool) -> Callable:
-    """`block` with the policy. `looped`: it is the body of a scan, where the compiler cannot undo the recomputation."""
-    if policy == ("none",):
-        return block
+def apply(block: Callable, policy: tuple[str, ...], *, looped: bool, gathered: Collection[tuple[int, ...]] = ()) -> Callable:
+    """`block` with the policy.
+
+    Args:
+      looped: it is the body of a scan, where the compiler cannot undo the recomputation.
+      gathered: shapes of the weights that the block gathers from where they rest. Whatever the policy, no gathered weight is
+        kept: all layers' together would be the whole model on every device.
+    """
     policies = jax.checkpoint_policies
-    kept = {("full",): policies.nothing_saveable, ("dots",): policies.dots_with_no_batch_dims_saveable}.get(policy)
-    return jax.checkpoint(block, policy=kept or policies.save_only_these_names(*policy), prevent_cse=not looped)
+    if policy == ("none",):
+        if not gathered:
+            return block
+        kept = _all_but_copies(frozenset(gathered))
+    elif policy == ("full",):
+        kept = policies.nothing_saveable
+    elif policy == ("dots",):
+        kept = policies.dots_with_no_batch_dims_saveable
+    else:
+        kept = policies.save_only_these_names(*policy)
+    return jax.checkpoint(block, policy=kept, prevent_cse=not looped)
+
+
+def _all_but_copies(shapes: frozenset[tuple[int, ...]]) -> Callable:
+    """Keeps what is computed, but not what comes from moving or rounding an array of one of these shapes. (Names would not do:
+    what is not kept is made again from what went into it, and that, one constraint or cast earlier, is as large.)"""
+    def is_kept(primitive, *operands, **_):
+        return primitive.name not in ("sharding_constraint", "convert_element_type") or operands[0].shape not in shapes
+
+    return is_kept

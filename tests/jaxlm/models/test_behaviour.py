@@ -13,6 +13,7 @@ from jaxlm.config import ModelConfig
 from jaxlm.models import build_model, rematerialisation
 from partitioning.declaration import DeclarationError
 from partitioning.mesh import AXES
+from partitioning.unsharded import Unsharded
 from tests.jaxlm.models.tiny import GPT2, LLAMA, B, L, batch, tiny
 
 
@@ -190,13 +191,10 @@ def test_activations_list_every_constraint_that_the_model_makes():
     model, params = tiny()
     seen = {}
 
-    class Recorder:
+    class Recorder(Unsharded):
         def constrain(self, x, dims):
             seen[dims] = (x.shape, x.dtype)
             return x
-
-        def use(self, params, prefix, dtype, gradients):
-            return params
 
     jax.eval_shape(lambda p: model.logits(p, batch()["inputs"], shard=Recorder()), params)
     declared = {spec.dims: (spec.shape, spec.dtype) for spec in model.activations(B, L).values()}
