@@ -344,11 +344,29 @@ def _gather_backward(mesh, weight, dtype, carrier, param_dtype, _, cotangent):
     # First as the parameter was used: a table's gradient is then summed over the batch where the lookups are, and the two
     # constraints together are a reduce-scatter. Without it XLA gathers the whole batch's activations instead.
     cotangent = _constrain(cotangent, mesh, weight.used)
-    if weight.gradient != weight.used:
-        # The barrier keeps XLA from seeing where the gradient goes next. It would merge this slice with the optimizer's, which
-        # may be smaller, and then no reduce-scatter has the devices of both.
-        cotangent = jax.lax.optimization_barrier(_constrain(cotangent, mesh, weight.gradient))
+    for spec in _scatterings(weight.used, weight.gradient):
+        # The barrier keeps XLA from merging this slice with the next one, here or in the optimizer, into one that no
+        # reduce-scatter matches. The constraint after it keeps the next one's layout from reaching back over it.
+        cotangent = _constrain(jax.lax.optimization_barrier(_constrain(cotangent, mesh, spec)), mesh, spec)
     return (_constrain(cotangent, mesh, weight.gradient).astype(param_dtype),)
+
+
+def _scatterings(used: PartitionSpec, gradient: PartitionSpec) -> list[PartitionSpec]:
+    """The steps of a gradient from one layout to the other, the fastest links first. Each is one reduce-scatter, as XLA makes
+    of a sum and a slice: along one dim, over axes in the order of the mesh."""
+    now, goal = ([() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+                 for spec in (used, gradient))
+    if any(there[:len(here)] != here for here, there in zip(now, goal)):
+        return [gradient]
+    steps = []
+    while now != goal:
+        i = max((i for i in range(len(goal)) if now[i] != goal[i]), key=lambda i: AXES.index(goal[i][len(now[i])]))
+        size = len(now[i]) + 1
+        while size < len(goal[i]) and AXES.index(goal[i][size]) > AXES.index(goal[i][size - 1]):
+            size += 1
+        now[i] = goal[i][:size]
+        steps.append(_spec(tuple(now)))
+    return steps
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -72,7 +72,10 @@ RULES = dict(hidden="tensor", channels=None, pixels=None, tokens=None, tokens_ou
 def describe(path, x) -> ArraySpec:
     """A parameter's shape and dtype, and its dims from the table."""
     name = "/".join(str(key.key) for key in path)
-    return ArraySpec(x.shape, x.dtype, next(dims for pattern, dims in DIMS if re.fullmatch(pattern, name)))
+    matching = [dims for pattern, dims in DIMS if re.fullmatch(pattern, name)]
+    if not matching:
+        raise ValueError(f"DIMS says nothing of {name}, which has shape {x.shape}.")
+    return ArraySpec(x.shape, x.dtype, matching[0])
 
 
 def train(devices, mesh: MeshConfig, steps: int = 3):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from partitioning import UNSHARDED, ArraySpec, ShardingConfig, make_mesh, memory_per_device, resolve
 from partitioning.declaration import DeclarationError
+from partitioning.layout import _scatterings
 from partitioning.mesh import AXES
 
 LAYERS, EMBED, MLP, BATCH = 3, 16, 32, 8
@@ -207,3 +208,16 @@ def test_an_unbound_layout_says_how_to_bind_it_and_refuses_another_mesh():
         layout.constrain(jnp.zeros((8, 16)), ("batch", "embed"))
     with pytest.raises(ValueError, match="resolved for a mesh"):
         layout.on(make_mesh(dict.fromkeys(AXES, 1) | dict(data=8)))
+
+
+@pytest.mark.parametrize("used, gradient, steps", [
+    (P(None, None), P("fsdp", None), [P("fsdp", None)]),
+    (P(None, "tensor"), P(("data", "fsdp"), "tensor"), [P(("data", "fsdp"), "tensor")]),
+    (P(None, None), P(("fsdp", "data"), None), [P("fsdp", None), P(("fsdp", "data"), None)]),
+    (P(None, None), P("data", "fsdp"), [P(None, "fsdp"), P("data", "fsdp")]),
+    (P("tensor", None), P(("tensor", "fsdp"), None), [P(("tensor", "fsdp"), None)]),
+    (P("tensor", None), P("fsdp", None), [P("fsdp", None)]),
+    (P("tensor", None), P("tensor", None), []),
+])
+def test_a_gradient_is_scattered_in_steps_that_are_each_one_reduce_scatter(used, gradient, steps):
+    assert _scatterings(used, gradient) == steps
