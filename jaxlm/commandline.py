@@ -17,7 +17,8 @@ import threading
 from collections.abc import Callable, MutableMapping, Sequence
 
 from jaxlm import xla_flags
-from jaxlm.config import Config, to_config
+from jaxlm.config import Config, to_config, with_preset
+from jaxlm.presets import shipped_presets
 from jaxlm.errors import RunError, Stopped
 from partitioning.declaration import DeclarationError, annotation_of, keys, nearest, parse
 
@@ -51,12 +52,19 @@ def load_config(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Confi
     Raises:
       DeclarationError: the file is missing or fails, or a key or value is wrong.
     """
-    values = _read_config(source)
+    values, changes = _read_config(source), []
     for dotted, text in overrides:
         annotation, inside = annotation_of(Config, dotted)
         if hasattr(annotation, "__dataclass_fields__"):
             raise DeclarationError(f"config.{dotted} is a section; set its keys, e.g. --config.{dotted}.KEY=VALUE.")
-        value = parse(annotation, text, f"config.{dotted}")
+        changes.append((dotted, parse(annotation, text, f"config.{dotted}")))
+    preset = dict(changes).get("sharding.preset")
+    if preset is not None:  # over what the file says of mesh and sharding, and under the rest of the command line
+        values = {**dict(values.items()), "mesh": {}, "sharding": {"preset": preset}}
+    values = with_preset(values)
+    for dotted, value in changes:
+        if dotted == "sharding.preset":
+            continue
         place = values
         names = dotted.split(".")
         for name in names[:-1]:
@@ -144,6 +152,8 @@ def parser(command: str, description: str, *, config: bool = True) -> argparse.A
             "",
             "shipped configurations:",
             "  " + ", ".join(shipped_configs()),
+            "shipped presets of mesh and sharding (--config.sharding.preset=NAME):",
+            "  " + ", ".join(shipped_presets()),
             "",
             "--config.SECTION.KEY=VALUE overrides one value; --config.help lists every key.",
         ]

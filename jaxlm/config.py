@@ -8,6 +8,7 @@ ill-typed or out of range.
 import dataclasses
 from typing import Any
 
+from jaxlm import presets
 from partitioning.declaration import DeclarationError, leaf, read, section
 from partitioning.mesh import MeshConfig
 from partitioning.tables import ShardingConfig
@@ -196,12 +197,19 @@ class KernelsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sharding(ShardingConfig):
+    """The declaration of `partitioning`, and a name for the values of one."""
+
+    preset: str | None = leaf(None, "a shipped preset or a .py file that mesh and sharding start from (docs/sharding.md)")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The whole configuration of a run."""
 
     model: ModelConfig = section(ModelConfig, "the Transformer")
     mesh: MeshConfig = section(MeshConfig, "sizes of the mesh axes")
-    sharding: ShardingConfig = section(ShardingConfig, "how arrays lie on the mesh")
+    sharding: Sharding = section(Sharding, "how arrays lie on the mesh")
     data: DataConfig = section(DataConfig, "text and tokens")
     optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer and its schedule")
     precision: PrecisionConfig = section(PrecisionConfig, "number formats")
@@ -226,14 +234,20 @@ def default_config():
 
 
 def to_config(values: Any) -> Config:
-    """Reads a ConfigDict (or any nested mapping) into the dataclasses and checks that the values fit each other.
+    """Reads a ConfigDict (or any nested mapping) into the dataclasses, with the preset that it names in its place, and checks
+    that the values fit each other.
 
     Raises:
       DeclarationError: naming the key, what was found and what was expected.
     """
-    config = read(Config, values)
+    config = read(Config, with_preset(to_dict(values) if isinstance(values, Config) else values))
     _check(config)
     return config
+
+
+def with_preset(values: Any) -> Any:
+    """The values with config.sharding.preset expanded; see `jaxlm.presets`."""
+    return presets.expanded(values, {name: dataclasses.asdict(getattr(Config(), name)) for name in presets.SECTIONS})
 
 
 def _check(config: Config) -> None:

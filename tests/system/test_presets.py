@@ -1,0 +1,126 @@
+"""The shipped sharding presets: what each comes to, its memory to the byte, and that it trains as one device does.
+
+    python -m tests.system.test_presets          writes the golden files anew, after a change that was meant
+"""
+
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxlm.job import build_job
+from jaxlm.presets import shipped_presets
+from jaxlm.train import compile_train_step
+from jaxlm.train_step import loss_and_gradients
+from partitioning import memory_per_device, text
+from tests.system.commands import ROOT, environment
+from tests.system.curves import compare, config_of, curve, is_equal, one_device
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "sharding"
+PRESETS = sorted(shipped_presets())
+DEVICES = 8
+
+
+def golden(name: str) -> str:
+    return text(build_job(config_of(sharding__preset=name), DEVICES).layout)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_a_preset_comes_to_is_written_down(name):
+    found, expected = golden(name), (GOLDEN / f"{name}.txt").read_text("utf-8")
+    assert found == expected, f"{name} lays arrays elsewhere. If that was meant: python -m tests.system.test_presets"
+
+
+def test_no_golden_file_is_left_over():
+    assert sorted(path.stem for path in GOLDEN.iterdir()) == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_as_one_device_does(name):
+    steps = 5
+    ours = curve(config_of(sharding__preset=name), DEVICES, steps)
+    figures = compare(ours, tuple(figure[:steps] for figure in one_device()))
+    assert is_equal(figures), figures
+
+
+def bytes_of(tree) -> int:
+    """Bytes that one device holds of abstract arrays."""
+    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
+def state_bytes(job) -> int:
+    """Bytes of the compiled step's arguments on one device, without the batch and the counters."""
+    arguments = compile_train_step(job).memory_analysis().argument_size_in_bytes
+    batch = job.abstract_batch()
+    del batch["example"]                       # without dropout nothing reads the numbers of the examples, and JAX drops them
+    return arguments - bytes_of(batch) - bytes_of(job.abstract_state()["counters"])
+
+
+def gradient_bytes(job) -> int:
+    """Bytes on one device of what the gradient function alone returns, wherever the compiler lets it lie."""
+    def gradients(params, batch):
+        def objective(params, microbatch):
+            sums = job.model.loss(params, microbatch, shard=job.layout)
+            return sums.loss, sums.loss
+        return loss_and_gradients(objective, params, batch, accumulation=1, dtype=job.config.precision.gradients)[1]
+
+    compiled = jax.jit(gradients).lower(job.abstract_state()["params"], job.abstract_batch()).compile()
+    results = len(jax.tree.leaves(job.layout.gradients, is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec)))
+    return compiled.memory_analysis().output_size_in_bytes - 8 * results       # the CPU's table of the results
+
+
+def predicted(job) -> tuple[int, int]:
+    """(parameters and optimizer state, gradients) as the report says."""
+    found = memory_per_device(job.layout)
+    return found["params"] + found["optimizer"], found["gradients"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_memory_that_is_predicted_is_that_of_the_compiled_step_to_the_byte(name):
+    job = build_job(config_of(sharding__preset=name), DEVICES).on_devices()
+    assert (state_bytes(job), gradient_bytes(job)) == predicted(job)
+
+
+def test_the_default_model_s_memory_too():
+    from jaxlm.commandline import load_config
+    config = load_config("shakespeare", [("model.num_layers", "2"), ("sharding.preset", "hybrid_optimizer")])
+    job = build_job(config, DEVICES).on_devices()
+    assert (state_bytes(job), gradient_bytes(job)) == predicted(job)
+
+
+def test_a_prediction_for_another_stage_is_seen():
+    two, three = (build_job(config_of(sharding__preset=name), DEVICES).on_devices() for name in ("zero2", "zero3"))
+    assert state_bytes(two) != predicted(three)[0]
+    one = build_job(config_of(sharding__preset="zero1"), DEVICES).on_devices()
+    assert gradient_bytes(one) != predicted(two)[1]
+
+
+COMPILE = """
+import sys
+from jaxlm.commandline import load_config
+from jaxlm.job import build_job
+from jaxlm.train import compile_train_step
+other = (("precision.compute", "bfloat16"), ("train.gradient_accumulation", "2"), ("train.global_batch_size", "16"))
+for name in sys.argv[1:]:
+    for changes in ((), other):
+        print("compiling", name, file=sys.stderr, flush=True)
+        config = load_config("shakespeare", (("model.num_layers", "2"), ("sharding.preset", name), *changes))
+        compile_train_step(build_job(config, 8).on_devices())
+"""
+
+
+def test_the_partitioner_rematerialises_nothing_involuntarily():
+    """It says so on stderr while it compiles, in C++; a program from the cache has nothing to say."""
+    done = subprocess.run([sys.executable, "-c", COMPILE, *PRESETS], cwd=ROOT, capture_output=True, text=True,
+                          env=environment(JAX_ENABLE_COMPILATION_CACHE="false", JAX_NUM_CPU_DEVICES=str(DEVICES)))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("compiling") == 2 * len(PRESETS) and "rematerialization" not in done.stderr, done.stderr
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for preset in PRESETS:
+        (GOLDEN / f"{preset}.txt").write_text(golden(preset), "utf-8")
