@@ -40,16 +40,17 @@ def main(flags) -> None:
         xla_flags.add(xla_flags.GPU_FLAGS)     # as training on the chip has them
         jax.config.update("jax_platforms", "cpu")
     from jaxlm.job import build_job
-    from partitioning import page, report
+    from partitioning import machine_of, page, report, simulated
     number = flags.simulate_devices or jax.device_count()
-    job = build_job(config, number)
+    machine = chip.machine(number) if chip else simulated(number) if flags.simulate_devices else machine_of(jax.devices())
+    job = build_job(config, number, machine)
     collectives, memory = _compiled(job, chip, flags) if chip or flags.compile else (None, None)
     if page_file is not None:
-        page_file.write_text(page.html(job.layout, collectives, memory, title=f"Sharding of {flags.config}"), "utf-8")
+        page_file.write_text(page.html(job.layout, collectives, memory, f"Sharding of {flags.config}", job.links()), "utf-8")
     if flags.json:
-        print(json.dumps(report.to_json(job.layout, collectives, memory)))
+        print(json.dumps(report.to_json(job.layout, collectives, memory, job.links())))
     else:
-        print(report.text(job.layout, collectives, memory), end="")
+        print(report.text(job.layout, collectives, memory, job.links()), end="")
 
 
 def _compiled(job, chip, flags):
@@ -69,7 +70,8 @@ def _compiled(job, chip, flags):
     memory = compiled.memory_of(step, kind, capacity)
     if memory.capacity is not None and memory.room < memory.capacity // 10:
         memory = compiled.with_suggestions(
-            memory, job, lambda change: build_job(configured(flags.config, [*flags.overrides, *change]), number), devices, _say)
+            memory, job, lambda change: build_job(configured(flags.config, [*flags.overrides, *change]), number, job.machine),
+            devices, _say)
     return compiled.collectives_of(step, job), memory
 
 

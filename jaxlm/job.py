@@ -16,8 +16,10 @@ from jaxlm.models import build_model
 from jaxlm.models.padding import PADDABLE, padded_sizes
 from jaxlm.optimizers import make_optimizer
 from jaxlm.train_step import initial_counters
-from partitioning import filled, make_mesh, multiples, resolve, resolve_sizes, trimmed, trimmed_abstract
+from partitioning import Machine, filled, links, make_mesh, multiples, resolve, resolve_sizes, trimmed, trimmed_abstract
 from partitioning.declaration import DeclarationError
+from partitioning.machine import check_within_host
+from partitioning.tables import read_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Job:
     model: Any
     optimizer: Any
     layout: Any
+    machine: Machine | None = None
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -35,7 +38,11 @@ class Job:
 
     def on_devices(self, devices=None) -> "Job":
         """This job on real devices (all of them by default)."""
-        return dataclasses.replace(self, layout=self.layout.on(make_mesh(self.layout.sizes, devices)))
+        return dataclasses.replace(self, layout=self.layout.on(make_mesh(self.layout.sizes, devices, self.machine)))
+
+    def links(self) -> dict[str, str] | None:
+        """What connects the devices along each axis, where the machine is known."""
+        return None if self.machine is None else links(self.layout.sizes, self.machine)
 
     def shardings(self) -> dict[str, Any]:
         """The state's shardings, in the form of the state."""
@@ -103,8 +110,8 @@ class Job:
         return {name: jax.ShapeDtypeStruct(*forms[name], sharding=sharding) for name, sharding in self.batch_shardings().items()}
 
 
-def build_job(config: Config, num_devices: int) -> Job:
-    """Resolves a configuration for a number of devices, which need not exist.
+def build_job(config: Config, num_devices: int, machine: Machine | None = None) -> Job:
+    """Resolves a configuration for a number of devices, which need not exist, or for a machine that has them.
 
     Raises:
       DeclarationError: the mesh, the rules or the model do not fit each other.
@@ -113,6 +120,9 @@ def build_job(config: Config, num_devices: int) -> Job:
         sizes = resolve_sizes(config.mesh, num_devices)
     except DeclarationError as error:
         raise DeclarationError(f"{error} (--simulate_devices=N tries a mesh on a CPU.)") from None
+    axes = read_axes(config.sharding.within_host, "config.sharding.within_host")
+    if machine is not None:
+        check_within_host(axes, sizes, machine)
     build = functools.partial(
         build_model,
         config.model,
@@ -130,4 +140,4 @@ def build_job(config: Config, num_devices: int) -> Job:
     microbatch = config.train.global_batch_size // config.train.gradient_accumulation
     activations = model.activations(microbatch, config.data.sequence_length)
     layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE)
-    return Job(config, model, optimizer, layout)
+    return Job(config, model, optimizer, layout, machine)

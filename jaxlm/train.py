@@ -35,10 +35,11 @@ def main(flags: argparse.Namespace) -> int:
     from jaxlm.data import open_data
     from jaxlm.job import build_job
     from jaxlm.logs.weights_and_biases import check as check_wandb
+    from partitioning import machine_of
 
     check_wandb(config.log.wandb)
     data = open_data(config.data, config.model.vocab_size)
-    job = build_job(config, jax.device_count()).on_devices()
+    job = build_job(config, jax.device_count(), machine_of(jax.devices())).on_devices()
     say(f"run directory: {workdir}")
     for line in changes:
         say(f"changed: {line}")
@@ -134,7 +135,7 @@ def train(job: Any, data: Any, workdir: pathlib.Path, point: StartingPoint, stop
     state, start = starting_point.load(point, job), point.step
     if is_main:  # after the restore: a run that cannot go on is left as it was
         save_config(workdir, config)
-        (workdir / "sharding.txt").write_text(text(job.layout) + "\n", "utf-8")
+        (workdir / "sharding.txt").write_text(text(job.layout, links=job.links()) + "\n", "utf-8")
     shardings = job.batch_shardings()
     batches = train_batches(
         data.train,

@@ -18,6 +18,7 @@ _HOMES = {
     "ArraySpec": "array",
     "DeclarationError": "declaration",
     "AXES": "mesh", "MeshConfig": "mesh", "make_mesh": "mesh", "resolve_sizes": "mesh",
+    "Machine": "machine", "links": "machine", "machine_of": "machine", "simulated": "machine",
     "DEFAULT_RULES": "tables", "ShardingConfig": "tables",
     "Layout": "layout", "Row": "layout", "resolve": "layout",
     "UNSHARDED": "unsharded",

@@ -15,6 +15,8 @@ from partitioning.declaration import DeclarationError, leaf
 if TYPE_CHECKING:
     import jax
 
+    from partitioning.machine import Machine
+
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 NOT_AVAILABLE_YET = {"pipe": "pipelines are", "expert": "expert parallelism is", "context": "context parallelism is"}
 
@@ -97,16 +99,32 @@ def nearest_divisors(number: int, size: int) -> list[int]:
     return sorted(around, key=lambda d: (abs(d - size), d))
 
 
-def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> "jax.sharding.Mesh":
-    """A mesh with all six axes, of type Auto, over `devices` (all of JAX's by default).
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None,
+              machine: "Machine | None" = None) -> "jax.sharding.Mesh":
+    """A mesh with all six axes, of type Auto, over `devices` (all of JAX's by default). Inner axes lie within a host as far as
+    they fit, and JAX's own helpers place them by the coordinates of the devices; every process gets the same mesh.
+
+    Args:
+      sizes: of all axes.
+      devices: to use.
+      machine: which devices are one host's; None is what the devices say themselves (`machine_of`).
 
     Raises:
-      DeclarationError: the sizes do not multiply to the number of devices.
+      DeclarationError: the sizes do not multiply to the number of devices, or the hosts are not alike.
     """
     import jax
+    from jax.experimental import mesh_utils
+
+    from partitioning.machine import machine_of
     devices = jax.devices() if devices is None else list(devices)
     needed = math.prod(sizes[axis] for axis in AXES)
     if needed != len(devices):
         raise DeclarationError(_misfit(sizes, needed, len(devices)))
-    return jax.make_mesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-                         devices=devices)
+    machine = machine or machine_of(devices)
+    types = (jax.sharding.AxisType.Auto,) * len(AXES)
+    if machine.num_hosts == 1:
+        return jax.make_mesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=types, devices=devices)
+    inside, across = zip(*machine.split(sizes).values())
+    by_slice = len({getattr(device, "slice_index", None) for device in devices}) == machine.num_hosts
+    placed = mesh_utils.create_hybrid_device_mesh(inside, across, devices, process_is_granule=not by_slice)
+    return jax.sharding.Mesh(placed, AXES, axis_types=types)

@@ -23,17 +23,18 @@ def memory_per_device(layout: Layout) -> dict[str, int]:
 
 
 def to_json(layout: Layout, collectives: Sequence[Mapping[str, Any]] | None = None,
-            memory: Memory | None = None) -> dict[str, Any]:
-    """The whole report in plain values: `devices`, `mesh`, `arrays`, `totals` (bytes per kind of state), `notes`, and what a
-    compiled step adds: `collectives` and `memory`.
+            memory: Memory | None = None, links: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The whole report in plain values: `devices`, `mesh`, `links`, `arrays`, `totals` (bytes per kind of state), `notes`, and
+    what a compiled step adds: `collectives` and `memory`.
 
     A spec is a list with None, the name of an axis, or a list of names for each dim. `collectives` and `memory` are None
-    where nothing was compiled; a step that moves nothing has an empty list.
+    where nothing was compiled, `links` where no machine is known; a step that moves nothing has an empty list.
 
     Args:
       layout: what to report.
       collectives: of one training step, from `partitioning.collectives.group`.
       memory: of one training step.
+      links: mesh axis to what connects its devices, from `partitioning.links`.
     """
     def array(row: Row) -> dict[str, Any]:
         return dataclasses.asdict(row) | {"shape": list(row.shape), "dims": list(row.dims),
@@ -42,15 +43,18 @@ def to_json(layout: Layout, collectives: Sequence[Mapping[str, Any]] | None = No
     per_device = memory_per_device(layout)
     totals = {kind: {"bytes": sum(row.bytes for row in layout.rows if row.kind == kind), "bytes_per_device": per_device[kind]}
               for kind in STATE}
-    return {"devices": layout.num_devices, "mesh": dict(layout.sizes), "arrays": [array(row) for row in layout.rows],
-            "totals": totals, "notes": list(layout.notes),
+    return {"devices": layout.num_devices, "mesh": dict(layout.sizes), "links": None if links is None else dict(links),
+            "arrays": [array(row) for row in layout.rows], "totals": totals, "notes": list(layout.notes),
             "collectives": None if collectives is None else [dict(row) | {"axes": list(row["axes"])} for row in collectives],
             "memory": None if memory is None else _memory_json(memory)}
 
 
-def text(layout: Layout, collectives: Sequence[Mapping[str, Any]] | None = None, memory: Memory | None = None) -> str:
+def text(layout: Layout, collectives: Sequence[Mapping[str, Any]] | None = None, memory: Memory | None = None,
+         links: Mapping[str, str] | None = None) -> str:
     """The report as aligned text; the arguments are those of `to_json`."""
     lines, shown = [mesh_line(layout)], {}
+    if links:
+        lines += ["", "links", *_align(list(links.items()), right=())]
     for kind, heading in HEADINGS.items():
         rows = [row for row in layout.rows if row.kind == kind]
         if not rows:

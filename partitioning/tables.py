@@ -31,6 +31,7 @@ class ShardingConfig:
     zero_axes: tuple[str, ...] = leaf(("fsdp",), "mesh axes that ZeRO shards over")
     overrides: tuple[Any, ...] = leaf((), "pairs (regular expression on a parameter's path, axes per dim)")
     pad: tuple[str, ...] = leaf((), "logical dims that are padded to a size that their axes divide")
+    within_host: tuple[str, ...] = leaf((), "mesh axes that must not cross hosts: more than fits in one is an error")
     params: dict[str, Any] = leaf({}, "parameters' own table: dict(rules=..., spread=axes)")
     gradients: dict[str, Any] = leaf({}, "gradients' own table, likewise")
     optimizer: dict[str, Any] = leaf({}, "optimizer state's own table, likewise")

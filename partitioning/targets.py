@@ -1,7 +1,7 @@
 """Chips to compile for that need not be here: what is known of each, and devices that a program can be compiled for.
 
     chip = target("h200")
-    layout = layout.on(make_mesh(sizes, chip.devices(512)))
+    layout = layout.on(make_mesh(sizes, chip.devices(512), chip.machine(512)))
     compiled = jax.jit(step).lower(...).compile()              # XLA:GPU's own program for 64 hosts of 8
 
 XLA compiles for NVIDIA GPUs on any machine on which JAX's CUDA plugin and the compiler's libraries are installed. No driver
@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 from partitioning.declaration import DeclarationError, nearest
+from partitioning.machine import Machine
 
 FOLDER = pathlib.Path(__file__).with_name("chips")      # NAME.txtpb: XLA's description of a chip (GpuTargetConfigProto)
 DEVICES_PER_HOST = {"a100": 8, "h200": 8}                 # joined by NVLink: NVIDIA's HGX and DGX boards
@@ -37,20 +38,29 @@ class Target:
     devices_per_host: int
     description: str = dataclasses.field(repr=False)
 
+    def machine(self, number: int) -> Machine:
+        """So many of these chips, in hosts.
+
+        Raises:
+          DeclarationError: they do not fill hosts.
+        """
+        size = self.devices_per_host
+        if number > size and number % size:
+            hosts = number // size
+            raise DeclarationError(f"{number} devices do not fill hosts of {size} {self.kind}; what fits: {hosts * size} or "
+                                   f"{(hosts + 1) * size} devices, or fewer than {size} on one host.")
+        return Machine(number, min(number, size), "NVLink", "network")
+
     def devices(self, number: int) -> list[Any]:
         """Devices to compile for, host by host.
 
         Raises:
           DeclarationError: they do not fill hosts, or what compiling needs is not installed.
         """
-        hosts, rest = divmod(number, self.devices_per_host)
-        if hosts and rest:
-            size = self.devices_per_host
-            raise DeclarationError(f"{number} devices do not fill hosts of {size} {self.kind}; what fits: {hosts * size} or "
-                                   f"{(hosts + 1) * size} devices, or fewer than {size} on one host.")
+        machine = self.machine(number)
         _check_installed(self)
         from jax.experimental import topologies
-        shape = f"1x{hosts}x{self.devices_per_host}" if hosts else f"1x1x{number}"
+        shape = f"1x{machine.num_hosts}x{machine.devices_per_host}"
         return topologies.get_topology_desc(platform="cuda", target_config=self.description, topology=shape).devices
 
 

@@ -116,6 +116,22 @@ def test_an_unknown_target_is_exit_2_with_those_that_are_known():
     assert done.returncode == 2 and done.stderr == "error: no target 'h2000'; did you mean 'h200'?\n"
 
 
+def test_an_axis_that_is_to_stay_within_a_host_is_held_to_it_before_anything_compiles():
+    arguments = ("--config=llama3_8b", "--simulate_devices=64", "--config.mesh.fsdp=4", "--config.mesh.tensor=16",
+                 "--target=h200", "--config.model.num_kv_heads=16", "--config.sharding.within_host=tensor")
+    done = command(*arguments)
+    assert done.returncode == 2 and "tensor=16 crosses hosts" in done.stderr and "1, 2, 4, 8" in done.stderr
+    assert "there is no mesh axis 'tensr'" in command(*arguments[:-1], "--config.sharding.within_host=tensr").stderr
+
+
+def test_the_links_of_the_axes_are_in_every_form(tmp_path, capsys):
+    overrides = (("mesh.fsdp", "4"), ("mesh.tensor", "2"))
+    report = explained(capsys, *overrides, html=str(tmp_path / "page.html"))
+    assert report["links"] == dict.fromkeys(("fsdp", "tensor"), "simulated devices of one process")
+    assert "tensor  simulated devices of one process" in explained(capsys, *overrides, as_json=False)
+    assert "simulated devices of one process" in (tmp_path / "page.html").read_text("utf-8")
+
+
 def test_mistakes_are_exit_2_with_one_message():
     done = command("--config=shakespeare", "--simulate_devices=3")
     assert done.returncode == 2 and done.stderr.startswith("error: activation tokens: its dim batch has size") and not done.stdout
