@@ -66,7 +66,7 @@ def machine_of(devices: Sequence[Any]) -> Machine:
     if len(set(counts.values())) > 1:
         few, many = min(counts.values()), max(counts.values())
         raise DeclarationError(f"the hosts have different numbers of devices, from {few} to {many}; a mesh needs the same on "
-                               "each. Start the job on hosts that are alike, or show each process as many (CUDA_VISIBLE_DEVICES).")
+                               "each. Start the job on like hosts, or show each process as many (CUDA_VISIBLE_DEVICES).")
     inside, across, host = {"gpu": ("NVLink or PCIe", "network", "host"), "tpu": ("ICI", "network", "slice")}.get(
         devices[0].platform, ("memory", "network", "process"))
     if devices[0].platform == "cpu" and len(counts) == 1:
