@@ -68,8 +68,8 @@ def machine_of(devices: Sequence[Any]) -> Machine:
         raise DeclarationError(f"the hosts have different numbers of devices, from {few} to {many}; a mesh needs the same on "
                                "each. Start the job on like hosts, or show each process as many (CUDA_VISIBLE_DEVICES).")
     inside, across, host = {"gpu": ("NVLink or PCIe", "network", "host"), "tpu": ("ICI", "network", "slice")}.get(
-        devices[0].platform, ("memory", "network", "process"))
-    if devices[0].platform == "cpu" and len(counts) == 1:
+        devices[0].platform, ("shared memory", "network", "process"))
+    if devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1:
         return simulated(len(devices))
     return Machine(len(devices), len(devices) // len(counts), inside, across, host)
 

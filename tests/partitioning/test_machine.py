@@ -40,8 +40,10 @@ def test_devices_of_one_slice_index_are_one_host_however_many_processes_drive_th
 
 def test_where_the_platform_tells_of_no_slices_a_process_is_a_host():
     devices = [dataclasses.replace(device, slice_index=None, platform="cpu") for device in cluster(2, 4)]
-    assert machine_of(devices) == Machine(8, 4, "memory", "network", "process")
+    assert machine_of(devices) == Machine(8, 4, "shared memory", "network", "process")
     assert machine_of(jax.devices()) == simulated(8)
+    one_machine = [dataclasses.replace(device, slice_index=0) for device in devices]
+    assert links(sizes(fsdp=8), machine_of(one_machine)) == {"fsdp": "shared memory"}
 
 
 def test_hosts_that_are_not_alike_are_an_error():
