@@ -13,6 +13,7 @@ from jaxlm import compiled, explain
 from jaxlm.commandline import load_config, shipped_configs
 from jaxlm.job import build_job
 from partitioning import DeclarationError
+from tests.system.commands import TINY, run
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -130,6 +131,13 @@ def test_the_links_of_the_axes_are_in_every_form(tmp_path, capsys):
     assert report["links"] == dict.fromkeys(("fsdp", "tensor"), "simulated devices of one process")
     assert "tensor  simulated devices of one process" in explained(capsys, *overrides, as_json=False)
     assert "simulated devices of one process" in (tmp_path / "page.html").read_text("utf-8")
+
+
+def test_where_the_compiler_for_gpus_is_installed_and_no_gpu_no_command_tries_to_start_one(tmp_path):
+    """(With the `compile` extra; without it there is nothing to start.)"""
+    out = run("train", f"--config={TINY}", "--config.train.steps=1", "--config.optimizer.warmup_steps=0", f"--workdir={tmp_path}",
+              "--config.data.eval_fraction=0", JAX_PLATFORMS="")
+    assert "Traceback" not in out and "step 1/1" in out
 
 
 def test_mistakes_are_exit_2_with_one_message():
