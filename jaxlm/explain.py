@@ -9,6 +9,7 @@ Nothing is allocated and no accelerator is needed, not even to compile the step 
 """
 
 import json
+import os
 import pathlib
 import sys
 
@@ -34,6 +35,8 @@ def main(flags) -> None:
     config = configured(flags.config, flags.overrides)
     page_file = None if flags.html is None else _writable(flags.html)
     chip = None if flags.target is None else target(flags.target)
+    if chip is not None and os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":      # JAX's own default
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"                   # XLA complains of memory; we say what it comes to
     import jax                                 # after the configuration has been read: mistakes in it answer at once
 
     if chip is not None:

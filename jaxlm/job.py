@@ -18,7 +18,7 @@ from jaxlm.optimizers import make_optimizer
 from jaxlm.train_step import initial_counters
 from partitioning import Machine, filled, links, make_mesh, multiples, resolve, resolve_sizes, trimmed, trimmed_abstract
 from partitioning.declaration import DeclarationError
-from partitioning.machine import check_within_host
+from partitioning.machine import check_within_host, notes
 from partitioning.tables import read_axes
 
 
@@ -140,4 +140,6 @@ def build_job(config: Config, num_devices: int, machine: Machine | None = None) 
     microbatch = config.train.global_batch_size // config.train.gradient_accumulation
     activations = model.activations(microbatch, config.data.sequence_length)
     layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE)
+    if machine is not None:
+        layout = dataclasses.replace(layout, notes=(*layout.notes, *notes(sizes, machine)))
     return Job(config, model, optimizer, layout, machine)

@@ -34,6 +34,10 @@ class Machine:
     across: str = "network"
     host: str = "host"
 
+    def __post_init__(self):
+        if self.devices_per_host < 1 or self.num_devices % self.devices_per_host:
+            raise ValueError(f"{self.num_devices} devices do not fill hosts of {self.devices_per_host}.")
+
     @property
     def num_hosts(self) -> int:
         """Hosts in all."""
@@ -56,7 +60,7 @@ def simulated(num_devices: int) -> Machine:
 
 
 def machine_of(devices: Sequence[Any]) -> Machine:
-    """What JAX tells of devices that are here: they are of one host if they have the same `slice_index`, or where the platform
+    """What JAX tells of devices that are here (of those to compile for it tells too little; `Target.machine` knows): they are of one host if they have the same `slice_index`, or where the platform
     has none, if they belong to the same process.
 
     Raises:
@@ -90,6 +94,19 @@ def links(sizes: Mapping[str, int], machine: Machine) -> dict[str, str]:
         both = f"{within} ({inside} of {inside * across}); {between}"
         words[axis] = within if across == 1 else between if inside == 1 else both
     return words
+
+
+def notes(sizes: Mapping[str, int], machine: Machine) -> list[str]:
+    """What a user should know of axes that lie across hosts although the axes around them lie within."""
+    parts, found = machine.split(sizes), []
+    for number, axis in enumerate(AXES):
+        outer = [other for other in AXES[:number] if parts[other][0] > 1]
+        if parts[axis][1] > 1 and outer:
+            fits = ", ".join(str(size) for size in range(1, machine.devices_per_host + 1) if machine.devices_per_host % size == 0)
+            found.append(f"config.mesh.{axis} = {sizes[axis]} crosses {machine.host}s, for it does not divide their "
+                         f"{machine.devices_per_host} devices, and {' and '.join(outer)} has the links within. "
+                         f"Sizes that do: {fits}.")
+    return found
 
 
 def check_within_host(axes: Sequence[str], sizes: Mapping[str, int], machine: Machine) -> None:

@@ -107,7 +107,8 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None,
     Args:
       sizes: of all axes.
       devices: to use.
-      machine: which devices are one host's; None is what the devices say themselves (`machine_of`).
+      machine: which devices are one host's; None is what the devices say themselves (`machine_of`). Devices to compile for
+        need their target's: `target("h200").machine(512)`.
 
     Raises:
       DeclarationError: the sizes do not multiply to the number of devices, or the hosts are not alike.
@@ -121,6 +122,8 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None,
     if needed != len(devices):
         raise DeclarationError(_misfit(sizes, needed, len(devices)))
     machine = machine or machine_of(devices)
+    if machine.num_devices != needed:
+        raise ValueError(f"a machine of {machine.num_devices} devices for a mesh of {needed}.")
     types = (jax.sharding.AxisType.Auto,) * len(AXES)
     if machine.num_hosts == 1:
         return jax.make_mesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=types, devices=devices)

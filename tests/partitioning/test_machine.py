@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioning import AXES, DeclarationError, Machine, links, machine_of, make_mesh, simulated, target
-from partitioning.machine import check_within_host
+from partitioning.machine import check_within_host, notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,27 @@ def test_groups_along_an_axis_that_fits_lie_in_one_host(axes):
         for group in np.moveaxis(mesh.devices, number, -1).reshape(-1, axes[axis]):
             assert len({device.slice_index for device in group}) == across
             assert all(len(list(members)) == inside for _, members in itertools.groupby(group, lambda device: device.slice_index))
+
+
+def test_processes_of_one_device_each_share_their_host():
+    mesh = make_mesh(sizes(fsdp=4, tensor=4), cluster(2, 8, processes_per_host=8))
+    assert [{device.slice_index for device in row} for row in mesh.devices.reshape(4, 4)] == [{0}, {0}, {1}, {1}]
+
+
+def test_a_size_that_does_not_divide_a_host_lies_across_hosts_and_a_note_says_so():
+    machine = Machine(24, 8)
+    assert machine.split(sizes(fsdp=8, tensor=3))["tensor"] == (1, 3)
+    (note,) = notes(sizes(fsdp=8, tensor=3), machine)
+    assert "tensor = 3 crosses hosts" in note and "fsdp has the links within" in note and "1, 2, 4, 8" in note
+    assert notes(sizes(data=3, tensor=8), machine) == notes(sizes(fsdp=12, tensor=2), machine) == []
+
+
+def test_a_machine_that_makes_no_sense_is_refused():
+    for devices, per_host in ((10, 4), (8, 0)):
+        with pytest.raises(ValueError, match="do not fill hosts"):
+            Machine(devices, per_host)
+    with pytest.raises(ValueError, match="a machine of 16 devices for a mesh of 8"):
+        make_mesh(sizes(fsdp=8), machine=Machine(16, 8))
 
 
 def test_a_mesh_over_one_host_is_the_devices_in_order():
