@@ -60,8 +60,8 @@ def simulated(num_devices: int) -> Machine:
 
 
 def machine_of(devices: Sequence[Any]) -> Machine:
-    """What JAX tells of devices that are here (of those to compile for it tells too little; `Target.machine` knows): they are of one host if they have the same `slice_index`, or where the platform
-    has none, if they belong to the same process.
+    """What JAX tells of devices that are here: they are of one host if they have the same `slice_index`, or where the platform
+    has none, if they belong to the same process. (Of devices to compile for it tells too little; `Target.machine` knows.)
 
     Raises:
       DeclarationError: the hosts have different numbers of them.
