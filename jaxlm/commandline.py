@@ -18,7 +18,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 
 from jaxlm import xla_flags
 from jaxlm.config import Config, to_config, with_preset
-from jaxlm.presets import shipped_presets
+from jaxlm.presets import over, shipped_presets, without_preset
 from jaxlm.errors import RunError, Stopped
 from partitioning.declaration import DeclarationError, annotation_of, keys, nearest, parse
 
@@ -58,10 +58,12 @@ def load_config(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Confi
         if hasattr(annotation, "__dataclass_fields__"):
             raise DeclarationError(f"config.{dotted} is a section; set its keys, e.g. --config.{dotted}.KEY=VALUE.")
         changes.append((dotted, parse(annotation, text, f"config.{dotted}")))
-    preset = dict(changes).get("sharding.preset")
-    if preset is not None:  # over what the file says of mesh and sharding, and under the rest of the command line
-        values = {**dict(values.items()), "mesh": {}, "sharding": {"preset": preset}}
+    named = dict(changes)
+    if "sharding.preset" in named:  # instead of the file's own; over the file, and under the rest of the command line
+        values = without_preset(values)
     values = with_preset(values)
+    if named.get("sharding.preset") is not None:
+        values = over(values, named["sharding.preset"])
     for dotted, value in changes:
         if dotted == "sharding.preset":
             continue
@@ -112,7 +114,7 @@ def _read_config(source: str):
         return get_config()
     except DeclarationError:
         raise
-    except Exception as error:  # noqa: BLE001 - the user's own file: show where it fails, not our stack
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own file: show where it fails, not our stack
         raise DeclarationError(f"{path}{_line_in(error, path)} failed: {type(error).__name__}: {error}") from None
 
 
@@ -123,7 +125,7 @@ def _no_configuration(source: str, path: pathlib.Path, shipped) -> str:
     return f"no configuration {source!r}: it is neither a file nor a shipped name; {nearest(source, shipped)}"
 
 
-def _line_in(error: Exception, path: pathlib.Path) -> str:
+def _line_in(error: BaseException, path: pathlib.Path) -> str:
     """':LINE' of the last frame that lies in the user's file."""
     line, trace = getattr(error, "lineno", None), error.__traceback__
     while trace is not None:

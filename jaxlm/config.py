@@ -247,7 +247,7 @@ def to_config(values: Any) -> Config:
 
 def with_preset(values: Any) -> Any:
     """The values with config.sharding.preset expanded; see `jaxlm.presets`."""
-    return presets.expanded(values, {name: dataclasses.asdict(getattr(Config(), name)) for name in presets.SECTIONS})
+    return presets.under(values, {name: dataclasses.asdict(getattr(Config(), name)) for name in presets.SECTIONS})
 
 
 def _check(config: Config) -> None:

@@ -139,7 +139,22 @@ def build_job(config: Config, num_devices: int, machine: Machine | None = None) 
     optimizer = make_optimizer(config.optimizer, config.precision, config.train.steps, model.specs)
     microbatch = config.train.global_batch_size // config.train.gradient_accumulation
     activations = model.activations(microbatch, config.data.sequence_length)
-    layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE)
+    layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE, _keys(config))
     if machine is not None:
         layout = dataclasses.replace(layout, notes=(*layout.notes, *notes(sizes, machine)))
     return Job(config, model, optimizer, layout, machine)
+
+
+def _keys(config: Config) -> dict[str, tuple[str, int]]:
+    """For messages: the key that the size of a dim comes from, and its value for a size of 1."""
+    return {
+        "batch": ("config.train.global_batch_size", config.train.gradient_accumulation),
+        "length": ("config.data.sequence_length", 1),
+        "stream_length": ("config.data.sequence_length", 1),
+        "vocab": ("config.model.vocab_size", 1),
+        "embed": ("config.model.embed_dim", 1),
+        "mlp": ("config.model.mlp_dim", 1),
+        "heads": ("config.model.num_heads", 1),
+        "kv_heads": ("config.model.num_kv_heads", 1),
+        "layers": ("config.model.num_layers", 1),
+    }

@@ -44,7 +44,7 @@ def read_preset(source: str) -> dict[str, dict[str, Any]]:
                                f"{nearest(source, shipped, 'preset')}")
     try:
         found = runpy.run_path(str(path))
-    except Exception as error:  # noqa: BLE001 - the user's own file
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own file
         raise DeclarationError(f"the preset {path} failed: {type(error).__name__}: {error}") from None
     values = {name: value for name, value in found.items() if not (name.startswith("_") or isinstance(value, types.ModuleType))}
     for section, keys in values.items():
@@ -59,9 +59,9 @@ def read_preset(source: str) -> dict[str, dict[str, Any]]:
     return {section: dict(values.get(section, {})) for section in SECTIONS}
 
 
-def expanded(values: Any, defaults: Mapping[str, Mapping[str, Any]]) -> Any:
+def under(values: Any, defaults: Mapping[str, Mapping[str, Any]]) -> Any:
     """A configuration's values with the preset that they name under them: what they set otherwise than the defaults stands,
-    in dicts entry by entry. Itself where they name none.
+    in dicts entry by entry. Themselves where they name none.
 
     Args:
       values: nested mapping (or ConfigDict), not changed.
@@ -70,8 +70,7 @@ def expanded(values: Any, defaults: Mapping[str, Mapping[str, Any]]) -> Any:
     Raises:
       DeclarationError: as `read_preset`.
     """
-    sections = {name: values.get(name) for name in SECTIONS} if hasattr(values, "get") else {}
-    source = sections["sharding"].get("preset") if hasattr(sections.get("sharding"), "items") else None
+    source = _section(values, "sharding").get("preset")
     if source is None:
         return values
     if not isinstance(source, str):
@@ -79,11 +78,37 @@ def expanded(values: Any, defaults: Mapping[str, Mapping[str, Any]]) -> Any:
     preset = read_preset(source)
     out = dict(values.items())
     for name in SECTIONS:
-        own = dict(sections[name].items()) if hasattr(sections[name], "items") else {}
-        own.pop("preset", None)
+        own = _section(values, name)
         own = {key: value for key, value in own.items() if key not in defaults[name] or value != defaults[name][key]}
         out[name] = _over(preset[name], own)
+    out["sharding"].pop("preset")
     return out
+
+
+def over(values: Any, source: str) -> Any:
+    """A configuration's values with a preset over them, in dicts entry by entry. Its mesh is one value: sizes that it leaves out
+    are the defaults, since those of another mesh would not fit.
+
+    Raises:
+      DeclarationError: as `read_preset`.
+    """
+    preset = read_preset(source)
+    out = dict(values.items())
+    out["mesh"] = preset["mesh"] or _section(values, "mesh")
+    out["sharding"] = _over(_section(values, "sharding"), preset["sharding"])
+    return out
+
+
+def without_preset(values: Any) -> Any:
+    """The values, naming no preset."""
+    if _section(values, "sharding").get("preset") is None:
+        return values
+    return {**dict(values.items()), "sharding": {**_section(values, "sharding"), "preset": None}}
+
+
+def _section(values: Any, name: str) -> dict[str, Any]:
+    section = values.get(name) if hasattr(values, "get") else None
+    return dict(section.items()) if hasattr(section, "items") else {}
 
 
 def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Products whose result and gradients each have the dtype that they are wanted in. All accumulate in float32.
+"""Products and biases whose results and gradients each have the dtype that they are wanted in. All accumulate in float32.
 
 JAX ties the dtype of a gradient to that of its operand, and the dtypes of a product's operands to each other. Training in
 bfloat16 wants neither: gradients of weights should leave the product in float32, because it is there that they are summed
@@ -53,3 +53,27 @@ def _backward(pattern, dtype, residuals, cotangent):
 
 
 _einsum.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x + bias, in the dtype of `x`.
+
+    Args:
+      x: an activation.
+      bias: of the last dims of `x`, and of its dtype or a wider one, in which its gradient is then summed over the first dims.
+        (A bias that is rounded before it is broadcast has its gradient summed in the narrow dtype.)
+    """
+    return x + bias.astype(x.dtype)
+
+
+def _add_forward(x, bias):
+    return add_bias(x, bias), jnp.zeros((0,) * bias.ndim, bias.dtype)
+
+
+def _add_backward(like_bias, cotangent):
+    first = tuple(range(cotangent.ndim - like_bias.ndim))
+    return cotangent, jnp.sum(cotangent, first, dtype=like_bias.dtype)
+
+
+add_bias.defvjp(_add_forward, _add_backward)

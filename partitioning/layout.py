@@ -13,6 +13,7 @@ as soon as they exist.
 
 import dataclasses
 import math
+import types
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from partitioning.mesh import AXES
 from partitioning.overrides import Override, match, read_overrides, rules_of
 from partitioning.padding import Padded, trimmed_placement
 from partitioning.paths import flatten, join, map_paths, unflatten
-from partitioning.placement import Placed, check_claims, dim_name, place, spread
+from partitioning.placement import Hint, Placed, check_claims, dim_name, place, spread
 from partitioning.tables import Rule, ShardingConfig, Table, declared_dims, read_axes, read_tables
 from partitioning.unsharded import cast, dtypes_in_use
 
@@ -135,7 +136,19 @@ class Layout:
               _rules("", dims, self.activation_table), self.sizes)
         return _constrain(x, self.mesh, spec)
 
-    def use(self, params: Any, prefix: str, dtype: Any, gradients: Any = None, *, stacked: bool = False) -> Any:
+    def stack(self, params: Any, prefix: str) -> Any:
+        """Parameters stacked along `layers` on their way into the loop over the layers: themselves.
+
+        Backward, the gradients that their table splits along `layers` come to lie so. The loop holds one layer's gradient at
+        a time, and cannot split it along a dim that it does not have.
+        """
+        def one(path: str, x: jax.Array) -> jax.Array:
+            spec = self._weight(path).gradient
+            return x if spec[0] is None or self._bound().size == 1 else _stack(x, self.mesh, spec)
+
+        return map_paths(one, params, prefix)
+
+    def use(self, params: Any, prefix: str, dtype: Any, gradients: Any = None) -> Any:
         """Parameters as a computation needs them: in `dtype` (floats; vectors stay as they are), gathered from where they rest.
 
         Backward, each gradient is reduced to the gradients table's layout and then cast to its parameter's dtype. On
@@ -147,22 +160,22 @@ class Layout:
         float32.
 
         Args:
-          params: a subtree of the parameters, or one array.
+          params: a subtree of the parameters, or one array. Of arrays that are stacked along `layers` one layer's slice.
           prefix: its path, such as 'layers' or 'embed'.
           dtype: of the computation.
           gradients: the narrowest dtype that gradients may be reduced in; None is that of the computation.
-          stacked: whether arrays with a leading dim `layers` still have it; one layer's slice, as in a scan, does not.
         """
         if self._bound().size == 1:
             return cast(params, dtype, gradients)
 
         def gather(path: str, x: jax.Array) -> jax.Array:
             weight = self._weight(path)
-            if weight.stacked and not stacked:
+            if weight.stacked:
                 weight = weight.one_layer()
             if x.ndim != len(weight.stored):
-                raise ValueError(f"{path} has {x.ndim} dims here, but its spec {weight.stored} has {len(weight.stored)}: "
-                                 f"stacked={stacked} is wrong, or the prefix {prefix!r} is.")
+                slices = ", where `use` takes one layer's slice" if self._weight(path).stacked else ""
+                raise ValueError(f"{path} has {x.ndim} dims here, but its spec {weight.stored} has {len(weight.stored)}{slices}. "
+                                 f"Or the prefix {prefix!r} is wrong.")
             return _gather(x, self.mesh, weight, *dtypes_in_use(x, dtype, gradients), jnp.dtype(x.dtype))
 
         return map_paths(gather, params, prefix)
@@ -189,7 +202,7 @@ class Layout:
 
 def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[str, Any],
             optimizer: Mapping[str, Any] | None = None, activations: Mapping[str, ArraySpec] | None = None,
-            paddable: Collection[str] = ()) -> Layout:
+            paddable: Collection[str] = (), keys: Mapping[str, tuple[str, int]] = types.MappingProxyType({})) -> Layout:
     """Decides where every array lies.
 
     Args:
@@ -200,6 +213,7 @@ def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[
         than its parameter.
       activations: name to ArraySpec, those that are worth checking and showing.
       paddable: dims that could be padded, for messages. What is padded the arrays say themselves.
+      keys: dim to the configuration's key that its size comes from and the key's value for a size of 1, for messages.
 
     Raises:
       DeclarationError: whatever cannot be done as declared. Nothing is ever replicated because it does not fit.
@@ -212,7 +226,8 @@ def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[
     tables = read_tables(sharding, dims)
     overrides = match(read_overrides(sharding.overrides), arrays)
 
-    pads = {dim: (*sharding.pad, dim) for dim in paddable if dim not in sharding.pad}
+    hints = {dim: Hint(*keys.get(dim, (None, 1)), (*sharding.pad, dim) if dim in paddable and dim not in sharding.pad else ())
+             for dim in {*paddable, *keys}}
 
     rows, placed, unplaced, padded = [], {}, {}, {}
     state = [(kind, path, path, array) for kind in ("params", "gradients") for path, array in arrays.items()]
@@ -220,7 +235,7 @@ def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[
     for kind, path, parameter, array in state:
         if parameter not in arrays:
             raise ValueError(f"optimizer state {path} belongs to no parameter.")
-        result, words, left = _place(path, array, tables[kind], overrides.get(parameter), arrays[parameter], sizes, pads)
+        result, words, left = _place(path, array, tables[kind], overrides.get(parameter), arrays[parameter], sizes, hints)
         placed[kind, path] = result
         if array.is_padded:
             padded[join(kind, path)] = Padded(array.shape, _spec(result), array.true_shape,
@@ -229,7 +244,7 @@ def resolve(sizes: Mapping[str, int], sharding: ShardingConfig, params: Mapping[
         for axis in left:
             unplaced.setdefault((kind, axis, sizes[axis]), []).append(path)
     for name, array in activations.items():
-        result = place(f"activation {name}", array, _rules(f"activation {name}", array.dims, tables["activations"]), sizes, pads)
+        result = place(f"activation {name}", array, _rules(f"activation {name}", array.dims, tables["activations"]), sizes, hints)
         rows.append(_row("activations", name, array, result, _words(array, result, tables["activations"], {}), sizes))
 
     weights = {path: Weight(_spec(placed["params", path]),
@@ -256,14 +271,14 @@ def _rules(name: str, dims: tuple[str | None, ...], table: Table) -> tuple[Rule,
 
 
 def _place(path: str, array: ArraySpec, table: Table, override: Override | None, param: ArraySpec,
-           sizes: Mapping[str, int], pads: Mapping[str, tuple[str, ...]]) -> tuple[Placed, str, tuple[str, ...]]:
+           sizes: Mapping[str, int], hints: Mapping[str, Hint]) -> tuple[Placed, str, tuple[str, ...]]:
     """Where one array of state lies, what decided it, and the spread axes that fit nowhere."""
     name = f"{table.name} {path}"
     rules = _rules(name, array.dims, table)
     if override is not None:
-        placed = place(name, array, rules_of(override, param, array, table.rules), sizes, pads)
+        placed = place(name, array, rules_of(override, param, array, table.rules), sizes, hints)
         return placed, f"override {override.pattern!r}", ()
-    placed = place(name, array, rules, sizes, pads)
+    placed = place(name, array, rules, sizes, hints)
     full, homes, unplaced = spread(array, placed, table.spread, sizes)
     return full, _words(array, placed, table, homes), unplaced
 
@@ -332,6 +347,14 @@ def _gathered(x: jax.Array, mesh: Mesh, weight: Weight, dtype: Any, carrier: Any
     x = _constrain(x.astype(dtype), mesh, weight.stored)
     return (x if weight.used == weight.stored else _constrain(x, mesh, weight.used)).astype(carrier)
 
+
+def _stacked(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    del mesh, spec
+    return x
+
+
+_stack = jax.custom_vjp(_stacked, nondiff_argnums=(1, 2))
+_stack.defvjp(lambda x, mesh, spec: (x, None), lambda mesh, spec, _, cotangent: (_constrain(cotangent, mesh, spec),))
 
 _gather = jax.custom_vjp(_gathered, nondiff_argnums=(1, 2, 3, 4, 5))
 

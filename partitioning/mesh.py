@@ -49,8 +49,9 @@ def resolve_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
                                    "the devices.")
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise DeclarationError(f"config.mesh: {' and '.join(open_axes)} are -1; only one axis can take what is left of the "
-                               f"{num_devices} devices. Give all but one a size.")
+        raise DeclarationError(f"config.mesh: {' and '.join(open_axes)} are -1 (by the configuration, its preset or the command "
+                               f"line); only one axis can take what is left of the {num_devices} devices. Give all but one a "
+                               f"size, such as config.mesh.{open_axes[0]}=1.")
     given = math.prod(size for size in sizes.values() if size != -1)
     if num_devices % given or (not open_axes and given != num_devices):
         raise DeclarationError(_misfit(sizes, given, num_devices))

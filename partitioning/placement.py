@@ -7,6 +7,7 @@ An axis of size 1 splits nothing, so it is left out of the result and its dim co
 dims claim one axis, because a declaration that is wrong should not wait for a larger mesh to say so.
 """
 
+import dataclasses
 import math
 import types
 from collections.abc import Collection, Mapping, Sequence
@@ -16,17 +17,31 @@ from partitioning.declaration import DeclarationError
 from partitioning.mesh import nearest_divisors
 from partitioning.tables import Rule
 
+@dataclasses.dataclass(frozen=True)
+class Hint:
+    """What a message can say of a dim whose size does not suit.
+
+    Attributes:
+      key: of the configuration, that the size comes from.
+      times: the key's value for a size of 1.
+      pad: the config.sharding.pad that would pad it.
+    """
+    key: str | None = None
+    times: int = 1
+    pad: tuple[str, ...] = ()
+
+
 Placed = tuple[tuple[str, ...], ...]           # per dim, the axes larger than 1 that split it
 
 
 def place(name: str, array: ArraySpec, rules: Sequence[Rule], sizes: Mapping[str, int],
-          pads: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})) -> Placed:
+          hints: Mapping[str, Hint] = types.MappingProxyType({})) -> Placed:
     """The axes of each dim by its rule.
 
     Args:
       name: what to call the array in messages.
       rules: one for each dim.
-      pads: for each dim that could be padded, the config.sharding.pad that would do it; for messages.
+      hints: of some dims.
 
     Raises:
       DeclarationError: one mesh axis on two dims, or a dim that its axes do not divide.
@@ -34,7 +49,7 @@ def place(name: str, array: ArraySpec, rules: Sequence[Rule], sizes: Mapping[str
     check_claims(name, array.dims, rules)
     for i, rule in enumerate(rules):
         if array.shape[i] % math.prod(sizes[axis] for axis in rule.axes):
-            raise DeclarationError(_indivisible(name, array, i, rule, sizes, pads))
+            raise DeclarationError(_indivisible(name, array, i, rule, sizes, hints.get(array.dims[i], Hint())))
     return tuple(tuple(axis for axis in rule.axes if sizes[axis] > 1) for rule in rules)
 
 
@@ -101,20 +116,24 @@ def _conflict(name: str, dims: Sequence[str | None], axis: str, first: int, seco
 
 
 def _indivisible(name: str, array: ArraySpec, i: int, rule: Rule, sizes: Mapping[str, int],
-                 pads: Mapping[str, tuple[str, ...]]) -> str:
+                 hint: Hint) -> str:
     size, dim = array.shape[i], dim_name(array.dims, i)
     axes = [axis for axis in rule.axes if sizes[axis] > 1]
     product = math.prod(sizes[axis] for axis in axes)
     asked = " x ".join(f"{axis}={sizes[axis]}" for axis in axes) + (f" = {product}" if len(axes) > 1 else "")
-    ways = [f"{dim} = " + " or ".join(str(n) for n in _nearest_multiples(size, product))]
+    fitting = " or ".join(str(n * hint.times) for n in _nearest_multiples(size, product))
+    ways = [f"{hint.key or dim} = {fitting}"]
     for axis in axes:
         rest = product // sizes[axis]
         if size and size % rest == 0:
-            ways.append(f"{axis} = " + " or ".join(str(n) for n in nearest_divisors(size // rest, sizes[axis])))
+            divisors = " or ".join(str(n) for n in nearest_divisors(size // rest, sizes[axis]))
+            ways.append(f"{axis} = {divisors}")
+    others = f" (with the devices that are left over on an axis that does not split {dim})" if len(ways) > 1 else ""
     where = _where(rule, array.dims[i])
-    pad = f"; or pad it: config.sharding.pad = {pads[dim]!r}" if dim in pads else ""
-    return (f"{name}: its dim {dim} has size {size}, which {asked} does not divide ({where} splits {dim} over "
-            f"{' and '.join(axes)}). What works: {'; or '.join(ways)}. To replicate this dim instead, "
+    pad = f"; or pad it: config.sharding.pad = {hint.pad!r}" if hint.pad else ""
+    of = f" ({hint.key} = {size * hint.times} in {hint.times} parts)" if hint.times > 1 else ""
+    return (f"{name}: its dim {dim} has size {size}{of}, which {asked} does not divide ({where} splits {dim} over "
+            f"{' and '.join(axes)}). What works: {'; or '.join(ways)}{others}. To replicate this dim instead, "
             f"{f'set {where} = None' if where.endswith(f'.{dim}') else f'put None for it in {where}'}{pad}.")
 
 

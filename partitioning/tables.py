@@ -60,12 +60,12 @@ class Table:
 
 
 def read_axes(value: Any, key: str) -> tuple[str, ...]:
-    """An axis, several or None as a tuple of mesh axes.
+    """An axis, several ('tensor,fsdp' or a tuple) or None as a tuple of mesh axes.
 
     Raises:
       DeclarationError: no such axis, or one named twice.
     """
-    axes = () if value is None else (value,) if isinstance(value, str) else value
+    axes = () if value is None else tuple(value.split(",")) if isinstance(value, str) else value
     if not isinstance(axes, (tuple, list)) or not all(isinstance(axis, str) for axis in axes):
         raise DeclarationError(f"{key} = {value!r}; expected a mesh axis, a tuple of mesh axes, or None.")
     for axis in axes:

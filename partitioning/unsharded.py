@@ -14,9 +14,14 @@ class Unsharded:
         del dims
         return x
 
-    def use(self, params: Any, prefix: str, dtype: Any, gradients: Any = None, *, stacked: bool = False) -> Any:
+    def stack(self, params: Any, prefix: str) -> Any:
+        """`params` themselves."""
+        del prefix
+        return params
+
+    def use(self, params: Any, prefix: str, dtype: Any, gradients: Any = None) -> Any:
         """`params` in `dtype`, the floating ones; vectors stay as they are. For `gradients` see `Layout.use`."""
-        del prefix, stacked
+        del prefix
         return cast(params, dtype, gradients)
 
     def gathers(self, path: str) -> bool:
@@ -38,10 +43,10 @@ def cast(params: Any, dtype: Any, gradients: Any = None) -> Any:
 
 def dtypes_in_use(x: jax.Array, dtype: Any, gradients: Any = None) -> tuple[Any, Any]:
     """What `x` is rounded to for a computation in `dtype`, and the dtype that then carries it, and so its gradient: the
-    wider of the two. Vectors (gains and offsets of norms, which are computed in float32) and what is no float stay as
-    they are."""
-    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+    wider of the two. Vectors (gains and offsets of norms, which are computed in float32) are not rounded, and what is no
+    float stays as it is."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.dtype(x.dtype), jnp.dtype(x.dtype)
-    rounded = jnp.dtype(dtype)
+    rounded = jnp.dtype(x.dtype if x.ndim < 2 else dtype)
     carries = gradients is not None and jnp.dtype(gradients).itemsize > rounded.itemsize
     return rounded, jnp.dtype(gradients) if carries else rounded

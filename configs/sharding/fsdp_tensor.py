@@ -2,4 +2,4 @@
 block. For models whose layers are too large, or batches too small, for fsdp alone."""
 
 mesh = dict(fsdp=-1, tensor=2)
-sharding = dict(zero=3, activations=dict(rules=dict(stream_length="tensor")))
+sharding = dict(zero=3, zero_axes=("fsdp",), activations=dict(rules=dict(stream_length="tensor")))

@@ -2,4 +2,4 @@
 gathered as they are needed. The first to try where a model does not fit."""
 
 mesh = dict(fsdp=-1)
-sharding = dict(zero=3)
+sharding = dict(zero=3, zero_axes=("fsdp",))

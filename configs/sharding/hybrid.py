@@ -2,4 +2,4 @@
 replicated across hosts, so that layers are gathered over the fast links alone. Set fsdp to the number of devices of a host."""
 
 mesh = dict(data=-1, fsdp=4)
-sharding = dict(zero=3)
+sharding = dict(zero=3, zero_axes=("fsdp",))

@@ -3,4 +3,4 @@ gathered twice per microbatch. Compare the secondary partition of ZeRO++ (Wang e
 number of devices of a host."""
 
 mesh = dict(data=-1, fsdp=4)
-sharding = dict(zero=3, optimizer=dict(spread="data"))
+sharding = dict(zero=3, zero_axes=("fsdp",), optimizer=dict(spread="data"))

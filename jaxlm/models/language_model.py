@@ -25,6 +25,7 @@ from jaxlm.models.dropout import Dropout
 from jaxlm.models.transformer import STREAM, WHOLE, Shared, Transformer, enter
 from kernels.attention import UnsupportedError, check_name
 from kernels.cross_entropy import cross_entropy
+from kernels.matmul import add_bias
 from partitioning import paths
 from partitioning.array import ArraySpec
 from partitioning.declaration import DeclarationError
@@ -185,20 +186,20 @@ class LanguageModel:
         def part(name):
             return nnx.merge(self._graphs[name], self._use(shard, params[name], name))
 
-        embed = part("embed")
         # Whole in length first: rows are then looked up where they lie and summed, and the table is never gathered.
-        x_BLD = shard.constrain(embed(tokens_BL).astype(self.compute_dtype), WHOLE)
+        x_BLD = shard.constrain(part("embed")(tokens_BL).astype(self.compute_dtype), WHOLE)
         if c.position == "learned":
             table = part("positions")
-            x_BLD = x_BLD + (table.first(L) if positions_BL is None else table(positions_BL)).astype(x_BLD.dtype)
+            x_BLD = add_bias(x_BLD, table.first(L) if positions_BL is None else table(positions_BL))
         x_BLD = shard.constrain(masks(x_BLD, 0, dropout_sites.EMBEDDING), STREAM)
         rotation = None
         if c.position == "rope":
             rotation = rope.angles(jnp.arange(L) if positions_BL is None else positions_BL, self._frequencies)
         shared = Shared(shard, rotation, segment_ids_BL, masks, 0 if cache is None else cache["length"], self.attention_backend)
-        x_BLD, cache = self._layers(params["layers"], x_BLD, shared, cache)
+        x_BLD, cache = self._layers(shard.stack(params["layers"], "layers"), x_BLD, shared, cache)
         x_BLD = enter(part("final_norm")(x_BLD), shard)
-        logits_BLV = (embed if c.tie_embeddings else part("lm_head")).logits(x_BLD)
+        # A tied table is used anew: each use's gradient is then scattered by itself, instead of being held whole for the other.
+        logits_BLV = part("embed" if c.tie_embeddings else "lm_head").logits(x_BLD)
         logits_BLV = shard.constrain(logits_BLV, ("batch", "length", "vocab"))
         if c.logit_softcap is not None:
             logits_BLV = c.logit_softcap * jnp.tanh(logits_BLV / c.logit_softcap)

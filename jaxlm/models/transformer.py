@@ -28,7 +28,7 @@ from jaxlm.models.padding import without_padding
 from jaxlm.models.parameters import Normal, declare
 from jaxlm.models.rematerialisation import name
 from kernels.attention import attention
-from kernels.matmul import einsum
+from kernels.matmul import add_bias, einsum
 
 ACTIVATIONS = {
     "swiglu": jax.nn.silu,                     # Shazeer 2020, arXiv:2002.05202
@@ -81,7 +81,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = einsum(self.pattern, x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        return y if self.bias is None else add_bias(y, self.bias[...])
 
 
 class Norm(nnx.Module):

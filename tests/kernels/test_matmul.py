@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.matmul import einsum
+from kernels.matmul import add_bias, einsum
 
 
 def test_bfloat16_operands_give_float32_sums_and_bfloat16_gradients():
@@ -48,6 +48,17 @@ def test_gradients_are_those_of_the_plain_einsum(pattern):
     ours = jax.grad(lambda a, b: einsum(pattern, a.astype(jnp.float16), b, jnp.float32).sum(), (0, 1))(a, b)
     plain = jax.grad(lambda a, b: jnp.einsum(pattern, a, b).sum(), (0, 1))(a, b)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=5e-3), ours, plain)
+
+
+def test_a_bias_is_added_in_the_dtype_of_its_activation_and_its_gradient_summed_in_its_own():
+    rng = np.random.default_rng(3)
+    x, bias = jnp.asarray(rng.standard_normal((40, 50, 2, 3)), jnp.bfloat16), jnp.asarray(rng.standard_normal((2, 3)), jnp.float32)
+    out, vjp = jax.vjp(add_bias, x, bias)
+    assert out.dtype == jnp.bfloat16 and np.array_equal(out, x + bias.astype(jnp.bfloat16))
+    cotangent = jnp.asarray(rng.standard_normal(x.shape), jnp.bfloat16)
+    d_x, d_bias = vjp(cotangent)
+    assert np.array_equal(d_x, cotangent) and d_bias.dtype == jnp.float32
+    np.testing.assert_allclose(d_bias, np.asarray(cotangent, np.float64).sum((0, 1)), atol=1e-4)
 
 
 def _equations(jaxpr):

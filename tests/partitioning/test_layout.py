@@ -14,7 +14,7 @@ from partitioning.declaration import DeclarationError
 from partitioning.layout import _scatterings
 from partitioning.mesh import AXES
 
-LAYERS, EMBED, MLP, BATCH = 3, 16, 32, 8
+LAYERS, EMBED, MLP, BATCH = 4, 16, 32, 8
 SPECS = {
     "layers": {"up": {"kernel": ArraySpec((LAYERS, EMBED, MLP), "float32", ("layers", "embed", "mlp"))},
                "down": {"kernel": ArraySpec((LAYERS, MLP, EMBED), "float32", ("layers", "mlp", "embed"))},
@@ -60,11 +60,12 @@ def loss(params, x, shard, dtype="float32", scan=True):
         hidden = shard.constrain(jnp.tanh(x @ layer["up"]["kernel"]), ("batch", "mlp"))
         return shard.constrain(x + (hidden @ layer["down"]["kernel"]) * layer["norm"]["scale"], ("batch", "embed")), None
 
+    stacked = shard.stack(params["layers"], "layers")
     if scan:
-        x, _ = jax.lax.scan(jax.checkpoint(block), x, params["layers"])
+        x, _ = jax.lax.scan(jax.checkpoint(block), x, stacked)
     else:
         for i in range(LAYERS):
-            x, _ = block(x, jax.tree.map(lambda w: w[i], params["layers"]))
+            x, _ = block(x, jax.tree.map(lambda w: w[i], stacked))
     logits = shard.constrain(x @ shard.use(params["lm_head"], "lm_head", dtype)["kernel"], ("batch", "vocab"))
     return jnp.sum(jnp.square(logits.astype(jnp.float32)))
 
@@ -148,11 +149,21 @@ def test_use_casts_before_it_gathers_and_gives_gradients_in_the_parameters_dtype
     assert program.index("new_dtype=bfloat16") < program.index("sharding_constraint")
 
 
-def test_whole_stacks_are_used_with_stacked_and_a_wrong_choice_is_an_error():
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("config", [dict(rules=dict(layers="fsdp")), dict(gradients=dict(rules=dict(layers="fsdp"))),
+                                    dict(overrides=(("up/kernel", ("fsdp", None, "tensor")),))],
+                         ids=["all", "gradients", "override"])
+def test_gradients_split_along_layers_lie_so_after_the_loop(config, scan):
+    layout = bound(ShardingConfig(**config), fsdp=2, tensor=2)
+    found = gradients_on(layout, scan)
+    assert_equal_to_one_device(found, scan)
+    jax.tree.map(lambda g, spec: assert_lies(g, layout, spec), found[1], layout.gradients)
+    assert layout.gradients["layers"]["up"]["kernel"][0] == "fsdp"
+
+
+def test_a_whole_stack_where_one_layer_is_used_is_an_error():
     layout = bound(fsdp=4, tensor=2)
-    stack = jax.jit(lambda w: layout.use(w, "layers", "float32", stacked=True))(parameters()["layers"])
-    assert_lies(stack["up"]["kernel"], layout, P(None, None, "tensor"))
-    with pytest.raises(ValueError, match="has 3 dims here, but its spec .* has 2: stacked=False is wrong"):
+    with pytest.raises(ValueError, match="has 3 dims here, but its spec .* has 2, where `use` takes one layer's slice"):
         layout.use(parameters()["layers"], "layers", "float32")
     with pytest.raises(ValueError, match="did you mean 'lm_head/kernel'"):
         layout.use({"kernl": parameters()["lm_head"]["kernel"]}, "lm_head", "float32")

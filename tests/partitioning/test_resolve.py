@@ -253,10 +253,25 @@ def test_a_dim_that_its_axis_does_not_divide_gives_the_numbers_and_what_works():
     assert "kv_heads = 8" in text and "tensor = 4" in text and "config.sharding.rules.kv_heads = None" in text
 
 
+def test_several_axes_can_be_one_text_with_commas_as_a_command_line_has_them():
+    found = layout(ShardingConfig(rules=dict(mlp="tensor,fsdp"), zero=0), fsdp=2, tensor=4)
+    assert at(found.params, UP) == P(None, None, ("tensor", "fsdp"))
+    assert "did you mean 'fsdp'" in message(ShardingConfig(rules=dict(mlp="tensor,fspd")))
+
+
 def test_a_dim_over_two_axes_gives_what_works_for_each():
     text = message(activations={"hidden": spec(batch=12, embed=32)}, data=2, fsdp=4)
     assert "activation hidden: its dim batch has size 12, which data=2 x fsdp=4 = 8 does not divide" in text
     assert "batch = 8 or 16" in text and "data = 1 or 3" in text and "fsdp = 3 or 6" in text
+
+
+def test_a_size_that_does_not_suit_is_told_by_the_key_that_it_comes_from():
+    with pytest.raises(DeclarationError) as caught:
+        resolve(sizes(data=4), ShardingConfig(), PARAMS, activations={"hidden": spec(batch=6, embed=32)},
+                keys={"batch": ("config.train.global_batch_size", 3)})
+    assert ("its dim batch has size 6 (config.train.global_batch_size = 18 in 3 parts), which data=4 does not divide"
+            in str(caught.value))
+    assert "What works: config.train.global_batch_size = 12 or 24; or data = 3 or 6 (with the devices" in str(caught.value)
 
 
 def test_an_override_that_does_not_divide_points_to_the_override():
@@ -269,7 +284,7 @@ def test_nearest_values_in_a_message_do_work(dim, axis):
     if dim % axis == 0:
         return
     text = message(params={"a": {"kernel": spec(mlp=dim)}}, activations={}, tensor=axis)
-    ways = text.split("What works: ")[1].split(". To replicate")[0].split("; or ")
+    ways = text.split("What works: ")[1].split(" (with the devices")[0].split("; or ")
     for value in ways[0].removeprefix("mlp = ").split(" or "):
         assert int(value) % axis == 0 and abs(int(value) - dim) < axis
     for value in ways[1].removeprefix("tensor = ").split(" or "):

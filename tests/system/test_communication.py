@@ -67,6 +67,21 @@ def test_gradients_are_reduced_in_their_own_dtype_and_never_one_narrower_than_th
 
 
 @pytest.mark.slow
+def test_biases_learned_positions_and_tied_tables_are_reduced_in_float32_and_scattered():
+    """A GPT-2 in bfloat16: nothing is summed over the batch in bfloat16, and no gradient of size is ever summed whole."""
+    report = explained("--config=gpt2_124m", "--simulate_devices=8", "--config.sharding.preset=fully_sharded",
+                       "--config.model.num_layers=2", "--config.train.global_batch_size=16",
+                       "--config.precision.compute=bfloat16", "--config.data.train=embedded:shakespeare",
+                       "--config.data.tokenizer=bytes")
+    summed = [row for row in report["collectives"] if row["kind"] in ("reduce-scatter", "all-reduce")]
+    assert {row["dtype"] for row in summed if row["bytes"] > 100} == {"float32"}
+    assert max(row["bytes"] for row in summed if row["kind"] == "all-reduce") < 100
+    bytes_of = {row["path"]: row["bytes"] for row in report["arrays"] if row["kind"] == "gradients"}
+    # Once for each use: as a lookup and as the output.
+    assert moved(report, kind="reduce-scatter") == (sum(bytes_of.values()) + bytes_of["embed/embedding"]) * 7 / 8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [(), ("--config.sharding.optimizer.spread=data",)], ids=["hybrid", "optimizer over data"])
 def test_hybrid_sharding_scatters_inside_a_host_and_sums_only_shards_across(spread):
     report = explained("--config=llama3_8b", "--simulate_devices=16", "--config.mesh.fsdp=8", "--config.mesh.data=2",

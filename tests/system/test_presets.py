@@ -84,6 +84,14 @@ def test_the_memory_that_is_predicted_is_that_of_the_compiled_step_to_the_byte(n
     assert (state_bytes(job), gradient_bytes(job)) == predicted(job)
 
 
+@pytest.mark.parametrize("sharding", [dict(rules=dict(layers="fsdp")), dict(gradients=dict(rules=dict(layers="fsdp"))),
+                                      dict(overrides=(("layers/mlp/.*/kernel", ("fsdp", None, None)),))], ids=str)
+def test_so_is_that_of_declarations_that_split_the_layers(sharding):
+    keys = {f"sharding__{key}": value for key, value in sharding.items()}
+    job = build_job(config_of(mesh__fsdp=4, mesh__data=2, **keys), DEVICES).on_devices()
+    assert (state_bytes(job), gradient_bytes(job)) == predicted(job)
+
+
 def test_the_default_model_s_memory_too():
     from jaxlm.commandline import load_config
     config = load_config("shakespeare", [("model.num_layers", "2"), ("sharding.preset", "hybrid_optimizer")])
