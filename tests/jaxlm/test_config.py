@@ -173,6 +173,12 @@ def test_a_misspelt_flag_and_an_unquoted_pattern_are_explained(capsys):
     assert "quote the pattern" in capsys.readouterr().err
 
 
+def test_a_configuration_file_that_exits_is_a_mistake_and_no_end(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys\n\nsys.exit(0)\n")
+    with pytest.raises(DeclarationError, match=r"mine\.py:3 failed: SystemExit: 0"):
+        commandline.load_config(str(tmp_path / "mine.py"))
+
+
 def test_a_configuration_without_its_suffix_is_recognised(tmp_path):
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "config.json").write_text("{}")

@@ -52,7 +52,8 @@ def test_gradients_are_those_of_the_plain_einsum(pattern):
 
 def test_a_bias_is_added_in_the_dtype_of_its_activation_and_its_gradient_summed_in_its_own():
     rng = np.random.default_rng(3)
-    x, bias = jnp.asarray(rng.standard_normal((40, 50, 2, 3)), jnp.bfloat16), jnp.asarray(rng.standard_normal((2, 3)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((40, 50, 2, 3)), jnp.bfloat16)
+    bias = jnp.asarray(rng.standard_normal((2, 3)), jnp.float32)
     out, vjp = jax.vjp(add_bias, x, bias)
     assert out.dtype == jnp.bfloat16 and np.array_equal(out, x + bias.astype(jnp.bfloat16))
     cotangent = jnp.asarray(rng.standard_normal(x.shape), jnp.bfloat16)

@@ -56,7 +56,7 @@ def tiny(*more):
         ("--config.mesh.expert=2", ["expert"]),
         ("--config.sharding.rules.haeds=tensor", ["haeds", "heads"]),
         ("--config.sharding.rules.mlp=tensr", ["tensr", "tensor"]),
-        ("--config.train.global_batch_size=4", ["batch", "4", "8"]),
+        ("--config.train.global_batch_size=4", ["batch", "config.train.global_batch_size = 8"]),
         ("--config.optimizer.decay_mask=kernels", ["decay_mask", "kernels"]),
         ("--config.kernels.attention=flash", ["flash", "reference"]),
         ("--config.train.remat=atention", ["remat", "'attention'"]),
