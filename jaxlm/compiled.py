@@ -2,6 +2,9 @@
 
 import contextlib
 import dataclasses
+import os
+import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,11 +19,47 @@ from partitioning.declaration import DeclarationError
 Override = tuple[str, str]     # a dotted key below config and its value's text, as on the command line
 
 
-def compile_for(job: Job, devices: Sequence[Any]) -> Any:
-    """The job's training step compiled for devices, which may be a target's that are not here."""
+def compile_for(job: Job, devices: Sequence[Any]) -> tuple[Any, list[str]]:
+    """The job's training step compiled for devices, which may be a target's that are not here; and what the partitioner had to
+    say, as notes."""
     job = job.on_devices(devices)
-    with jax.sharding.use_abstract_mesh(job.mesh.abstract_mesh):           # tells kernels which chip it is
-        return compile_train_step(job)
+    with _printed() as printed, jax.sharding.use_abstract_mesh(job.mesh.abstract_mesh):     # tells kernels which chip it is
+        step = compile_train_step(job)
+    return step, rematerialised("".join(printed))
+
+
+@contextlib.contextmanager
+def _printed() -> Iterator[list[str]]:
+    """Meanwhile, what XLA prints on the stream behind sys.stderr goes into the list that this gives; in an error it is shown.
+
+    XLA has nothing to say of a program from the compilation cache, which is therefore left alone.
+    """
+    found: list[str] = []
+    cache = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    with tempfile.TemporaryFile() as printed:
+        stream = os.dup(2)
+        os.dup2(printed.fileno(), 2)
+        try:
+            yield found
+        except BaseException:
+            printed.seek(0)
+            os.write(stream, printed.read())
+            raise
+        finally:
+            os.dup2(stream, 2)
+            os.close(stream)
+            jax.config.update("jax_enable_compilation_cache", cache)
+        printed.seek(0)
+        found.append(printed.read().decode("utf-8", "replace"))
+
+
+def rematerialised(printed: str) -> list[str]:
+    """One note for each array that the partitioner, by what it printed, replicates for want of a better way."""
+    warning = r"Involuntary full rematerialization.*?HLO operation %\S+ = (\w+\[[\d,]*\])(?:.*op_name=\"([^\"]*)\")?"
+    return [f"the partitioner gathers {shape} whole{f' in {place}' if place else ''}, as it finds no better way from one layout "
+            "to the next (an involuntary rematerialisation): split one dim of it by the same axes everywhere."
+            for shape, place in dict.fromkeys(re.findall(warning, printed))]
 
 
 def collectives_of(compiled: Any, job: Job) -> list[dict[str, Any]]:
@@ -80,7 +119,7 @@ def with_suggestions(memory: Memory, job: Job, rebuild: Callable[[Sequence[Overr
     def needed(change: tuple[Override, ...]) -> None:
         say(f"compiling with {words(change)}")
         with contextlib.suppress(DeclarationError):                        # a change that does not suit this configuration
-            found[change] = memory_of(compile_for(rebuild(change), devices), memory.platform, memory.capacity).needed
+            found[change] = memory_of(compile_for(rebuild(change), devices)[0], memory.platform, memory.capacity).needed
 
     for change in changes(job.config, job.layout.sizes):
         if words(change) not in map(words, found):

@@ -8,8 +8,8 @@ Nothing is allocated and no accelerator is needed, not even to compile the step 
     python -m jaxlm.explain --config=llama3_70b --simulate_devices=512 --target=h200 --config.mesh.fsdp=-1
 """
 
+import dataclasses
 import json
-import os
 import pathlib
 import sys
 
@@ -35,8 +35,6 @@ def main(flags) -> None:
     config = configured(flags.config, flags.overrides)
     page_file = None if flags.html is None else _writable(flags.html)
     chip = None if flags.target is None else target(flags.target)
-    if chip is not None and os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":      # JAX's own default
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"                   # XLA complains of memory; we say what it comes to
     import jax                                 # after the configuration has been read: mistakes in it answer at once
 
     if chip is not None:
@@ -47,7 +45,9 @@ def main(flags) -> None:
     number = flags.simulate_devices or jax.device_count()
     machine = chip.machine(number) if chip else simulated(number) if flags.simulate_devices else machine_of(jax.devices())
     job = build_job(config, number, machine)
-    collectives, memory = _compiled(job, chip, flags) if chip or flags.compile else (None, None)
+    collectives, memory = None, None
+    if chip or flags.compile:
+        job, collectives, memory = _compiled(job, chip, flags)
     if page_file is not None:
         page_file.write_text(page.html(job.layout, collectives, memory, f"Sharding of {flags.config}", job.links()), "utf-8")
     if flags.json:
@@ -57,7 +57,8 @@ def main(flags) -> None:
 
 
 def _compiled(job, chip, flags):
-    """The collectives and the memory of the compiled step; what would help where it does not fit with room to spare."""
+    """The job with what the compiler says in its notes; the collectives and the memory of the compiled step, and what would help
+    where it does not fit with room to spare."""
     import jax
 
     from jaxlm import compiled
@@ -69,13 +70,14 @@ def _compiled(job, chip, flags):
         _say("warning: compiled for the CPU; on other chips XLA makes other programs, so collectives and temporary bytes differ. "
              f"To compile for GPUs: {' or '.join(f'--target={name}' for name in DEVICES_PER_HOST)}.")
     _say(f"compiling the training step for {number} x {kind}")
-    step = compiled.compile_for(job, devices)
+    step, notes = compiled.compile_for(job, devices)
     memory = compiled.memory_of(step, kind, capacity)
     if memory.capacity is not None and memory.room < memory.capacity // 10:
         memory = compiled.with_suggestions(
             memory, job, lambda change: build_job(configured(flags.config, [*flags.overrides, *change]), number, job.machine),
             devices, _say)
-    return compiled.collectives_of(step, job), memory
+    layout = dataclasses.replace(job.layout, notes=(*job.layout.notes, *notes))
+    return dataclasses.replace(job, layout=layout), compiled.collectives_of(step, job), memory
 
 
 def _say(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_what_needs_less_memory_is_compiled_and_said_as_it_would_be_written():
     overrides = [*SMALL, ("mesh.fsdp", "2"), ("sharding.zero", "0"), ("train.global_batch_size", "32")]
     job, said = build_job(load_config("shakespeare", overrides), 8), []
     devices = jax.devices()[:8]
-    now = compiled.memory_of(compiled.compile_for(job, devices), "a chip", capacity=1)
+    now = compiled.memory_of(compiled.compile_for(job, devices)[0], "a chip", capacity=1)
     found = compiled.with_suggestions(now, job, lambda change: build_job(load_config("shakespeare", [*overrides, *change]), 8),
                                       devices, said.append)
     known = [name for name, _ in found.suggestions]
@@ -109,7 +110,7 @@ def test_what_needs_less_memory_is_compiled_and_said_as_it_would_be_written():
     best, needed = found.helpful[0]
     words = [("=".join(word.split("=")[:-1]).removeprefix("--config."), word.split("=")[-1]) for word in best.split()]
     again = build_job(load_config("shakespeare", [*overrides, *words]), 8)
-    assert compiled.memory_of(compiled.compile_for(again, devices), "a chip", 1).needed == needed < now.needed
+    assert compiled.memory_of(compiled.compile_for(again, devices)[0], "a chip", 1).needed == needed < now.needed
 
 
 def test_an_unknown_target_is_exit_2_with_those_that_are_known():
@@ -145,3 +146,25 @@ def test_mistakes_are_exit_2_with_one_message():
     assert done.returncode == 2 and done.stderr.startswith("error: activation tokens: its dim batch has size") and not done.stdout
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
     assert command().returncode == 2
+
+
+def test_what_the_partitioner_gathers_for_want_of_a_way_is_noted():
+    done = command(f"--config={TINY}", "--simulate_devices=4", "--compile", "--config.mesh.fsdp=2", "--config.mesh.tensor=2",
+                   "--config.sharding.activations.rules.embed=tensor", "--config.model.position=learned",
+                   "--config.train.global_batch_size=24", "--config.data.sequence_length=48", "--json")
+    assert done.returncode == 0, done.stderr
+    notes = [note for note in json.loads(done.stdout)["notes"] if "involuntary" in note]
+    assert any(note.startswith("the partitioner gathers f32[264,16] whole in jit(train_step)") for note in notes), notes
+    assert "Involuntary" not in done.stderr
+
+
+def test_what_xla_printed_is_shown_where_compiling_fails(capfd, monkeypatch):
+    def fails(job):
+        os.write(2, b"the reason\n")
+        raise ValueError("no")
+
+    monkeypatch.setattr(compiled, "compile_train_step", fails)
+    job = build_job(load_config("shakespeare", [("mesh.data", "1")]), 1)
+    with pytest.raises(ValueError):
+        compiled.compile_for(job, jax.devices()[:1])
+    assert "the reason" in capfd.readouterr().err
