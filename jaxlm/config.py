@@ -155,6 +155,11 @@ class CheckpointConfig:
 
     every: int = leaf(500, "steps between checkpoints (0: only at the end)", at_least=0)
     keep: int = leaf(2, "newest checkpoints to keep", at_least=1)
+    keep_every: int = leaf(0, "keep those of steps that are multiples of this for ever, too (0: none)", at_least=0)
+    best_metric: str | None = leaf(
+        None, "keep the checkpoint that is best by this figure of an evaluation at its step, too", choices=("eval_loss",)
+    )
+    best_mode: str = leaf("min", "whether the best is the smallest or the largest", choices=("min", "max"))
     asynchronous: bool = leaf(True, "write in the background while training goes on")
     restore_from: str | None = leaf(None, "a run directory or checkpoint to start from, when the workdir has none")
     restore: str = leaf("params", "what restore_from gives", choices=("params", "all"))

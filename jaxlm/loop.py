@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.checkpoint import Checkpoints
+from jaxlm.checkpoints import Checkpoints
 from jaxlm.errors import RunError, Stopped
 from jaxlm.flops import model_flops_per_token, peak_flops
 from jaxlm.job import Job

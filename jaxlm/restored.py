@@ -6,10 +6,11 @@ import pathlib
 import sys
 from typing import Any
 
-from jaxlm.checkpoint import Checkpoints, find_source
+from jaxlm.checkpoints import Checkpoints, find_source
 from jaxlm.commandline import load_config
 from jaxlm.config import Config
 from jaxlm.logs import read_rows
+from jaxlm.starting_point import verified
 from partitioning import MeshConfig
 from partitioning.declaration import DeclarationError
 
@@ -53,7 +54,7 @@ def fits(mesh: MeshConfig, num_devices: int) -> bool:
 
 def choose_step(path: pathlib.Path, wanted: str) -> int:
     """The step that 'latest', 'best' or a number stands for, among the complete checkpoints."""
-    reader = Checkpoints(path / "checkpoints", read_only=True)
+    reader = Checkpoints(path / "checkpoints")
     steps = reader.steps()
     if not steps:
         raise DeclarationError(f"{path} has no complete checkpoint yet.")
@@ -75,5 +76,8 @@ def choose_step(path: pathlib.Path, wanted: str) -> int:
 
 def load_params(path: pathlib.Path, step: int, job: Any) -> Any:
     """The parameters of a checkpoint, laid out as the job says."""
-    reader = Checkpoints(path / "checkpoints", read_only=True)
+    reader = Checkpoints(path / "checkpoints")
+    note = verified(reader, step)
+    if note:
+        print(f"step {step}{note}", file=sys.stderr)
     return job.from_saved({"params": reader.restore_params(step, job.abstract_saved()["params"])})["params"]

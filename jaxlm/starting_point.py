@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jaxlm.checkpoint import Checkpoints, find_source, saved_steps
+from jaxlm.checkpoints import Checkpoints, find_source, saved_steps
 from jaxlm.config import Config
 from jaxlm.errors import RunError
 from jaxlm.run_directory import load_saved_config, model_differences
@@ -25,6 +25,9 @@ class StartingPoint:
     saved_step: the checkpoint to read.
     whole: whether optimizer, counters and data position are read too.
     words: the same, to be shown.
+    seen: names of the checkpoints in the run directory.
+    damaged: steps of those that are newer than the one to read, and damaged.
+    notes: lines to be shown: what is damaged.
     """
 
     step: int
@@ -32,32 +35,30 @@ class StartingPoint:
     saved_step: int
     whole: bool
     words: str
+    seen: tuple[str, ...] = ()
+    damaged: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def reader(self) -> Checkpoints:
-        return Checkpoints(self.run / "checkpoints", read_only=True)
+        return Checkpoints(self.run / "checkpoints")
 
 
 def find(config: Config, workdir: pathlib.Path) -> StartingPoint:
-    """Where this run starts.
+    """Where this run starts: reads the checkpoint that it is to go on from, to see whether it is as it was written, and if it is
+    not, the one before. All processes of a job must ask.
 
     Raises:
       DeclarationError: restore_from names no complete checkpoint.
-      RunError: the run directory has checkpoints, and none is complete: never a reason to start anew.
+      RunError: the run directory has checkpoints, and none is whole: never a reason to start anew.
     """
-    names = saved_steps(workdir)
+    names = tuple(saved_steps(workdir))
     if names:
-        steps = Checkpoints(workdir / "checkpoints", read_only=True).steps()
-        if not steps:
-            raise RunError(
-                f"{workdir / 'checkpoints'} holds {', '.join(names)}, but none of them is complete. Nothing was touched; "
-                "move them away to start anew."
-            )
-        return StartingPoint(steps[-1], workdir, steps[-1], True, f"the checkpoint of step {steps[-1]} in the run directory")
+        return _newest(workdir, names)
     source = config.checkpoint.restore_from
     if not source:
         return StartingPoint(0, None, 0, False, f"random, seed {config.train.seed}")
     path, step = find_source(source)
-    reader = Checkpoints(path / "checkpoints", read_only=True)
+    reader = Checkpoints(path / "checkpoints")
     steps = reader.steps()
     if not steps or (step is not None and step not in steps):
         raise DeclarationError(
@@ -66,9 +67,64 @@ def find(config: Config, workdir: pathlib.Path) -> StartingPoint:
         )
     step = steps[-1] if step is None else step
     whole = config.checkpoint.restore == "all"
+    note = verified(reader, step)
     count = sum(whole or name.startswith("params/") for name in reader.shapes(step))
-    words = f"{path}, step {step} ({count} arrays: {'the whole state' if whole else 'parameters alone'})"
+    words = f"{path}, step {step} ({count} arrays: {'the whole state' if whole else 'parameters alone'}){note}"
     return StartingPoint(step if whole else 0, path, step, whole, words)
+
+
+def _newest(workdir: pathlib.Path, names: tuple[str, ...]) -> StartingPoint:
+    """The newest checkpoint of a run directory that is as it was written."""
+    reader = Checkpoints(workdir / "checkpoints")
+    steps, damaged, notes = reader.steps(), [], []
+    for step in reversed(steps):
+        found = reader.damage(step)
+        if not found:
+            words = f"the checkpoint of step {step} in the run directory" + (NOT_VERIFIED if found is None else "")
+            return StartingPoint(step, workdir, step, True, words, names, tuple(damaged), tuple(notes))
+        damaged.append(step)
+        notes.append(f"damaged: {reader.directory / str(step)} is not used: {_listed(found)}")
+    lines = "".join(f"\n  {note}" for note in notes)
+    raise RunError(
+        f"{reader.directory} holds {', '.join(names)}, but none of them is {'whole' if steps else 'complete'}. Nothing was touched; "
+        f"put files back from a copy, or move them away to start anew.{lines}"
+    )
+
+
+def set_aside(point: StartingPoint, workdir: pathlib.Path) -> list[str]:
+    """Gives damaged checkpoints that are newer than the starting point another name, so that the run can write its own in their
+    place; nothing is deleted. Returns a line for each. By the one process that holds the run directory."""
+    lines = []
+    for step in point.damaged:
+        path, number = workdir / "checkpoints" / f"{step}.damaged", 1
+        while path.exists():
+            number += 1
+            path = path.with_name(f"{step}.damaged-{number}")
+        (workdir / "checkpoints" / str(step)).rename(path)
+        lines.append(f"damaged: moved aside to {path}")
+    return lines
+
+
+NOT_VERIFIED = ", not verified: it was written without checksums"
+
+
+def verified(reader: Checkpoints, step: int) -> str:
+    """Words to add where a checkpoint that was asked for is named: none, or that nothing can be said of it.
+
+    Raises:
+      RunError: it is damaged.
+    """
+    found = reader.damage(step)
+    if found:
+        others = ", ".join(str(s) for s in reader.steps() if s != step) or "none"
+        raise RunError(
+            f"{reader.directory / str(step)} is damaged: {_listed(found)}. Nothing was changed. Other checkpoints there: {others}."
+        )
+    return NOT_VERIFIED if found is None else ""
+
+
+def _listed(damage: list[str]) -> str:
+    return "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
 
 
 def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> None:

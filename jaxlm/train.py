@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxlm import commandline, starting_point
 from jaxlm.background import in_background
-from jaxlm.checkpoint import FORMAT, Checkpoints, saved_steps
+from jaxlm.checkpoints import FORMAT, Checkpoints, saved_steps
 from jaxlm.errors import RunError, Stopped
 from jaxlm.config import Config, to_dict
 from jaxlm.run_directory import check_resume, default_workdir, load_saved_config, save_config, sole_writer
@@ -47,6 +47,8 @@ def main(flags: argparse.Namespace) -> int:
         say(flag_line)
     stop_at = min(config.train.stop_at or config.train.steps, config.train.steps)
     point = starting_point.find(config, workdir)
+    for line in point.notes:
+        say(line)
     start = point.step
     if start >= stop_at:
         say(
@@ -60,8 +62,11 @@ def main(flags: argparse.Namespace) -> int:
         say(line)
     lock = sole_writer(workdir) if jax.process_index() == 0 else contextlib.nullcontext()
     with lock, out_of_memory_explained(job), stop_with_command(resume_command(flags, workdir)):
-        if starting_point.find(config, workdir) != point:
+        if tuple(saved_steps(workdir)) != point.seen:
             raise DeclarationError(f"another run has just written in {workdir}; run the same command again to go on from there.")
+        if jax.process_index() == 0:
+            for line in starting_point.set_aside(point, workdir):
+                say(line)
         train(job, data, workdir, point, stop_at, sample)
     ended = "finished" if stop_at == config.train.steps else "stopped by config.train.stop_at"
     say(f"{ended} at step {stop_at}; to go on or to look again:\n  {resume_command(flags, workdir)}")
@@ -131,7 +136,7 @@ def train(job: Any, data: Any, workdir: pathlib.Path, point: StartingPoint, stop
 
     config, is_main = job.config, jax.process_index() == 0
     train_step = in_background(lambda: compile_train_step(job))
-    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)
     state, start = starting_point.load(point, job), point.step
     if is_main:  # after the restore: a run that cannot go on is left as it was
         save_config(workdir, config)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.checkpoint import Checkpoints
+from jaxlm.checkpoints import Checkpoints
+from jaxlm.config import CheckpointConfig
 from jaxlm.job import build_job
 from jaxlm.logs import read_rows
 from jaxlm.models import count_parameters
@@ -91,11 +92,11 @@ def named(tree):
 def test_a_checkpoint_has_the_true_sizes_and_is_read_on_any_mesh(form, tmp_path):
     job = padded_job(form)
     state = job.initialise()
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     checkpoints.save(1, job.to_saved(state), {})
     checkpoints.close()
     plain = build_job(config_of(**MODEL, mesh__data=1), 1).on_devices(jax.devices()[:1])
-    reader = Checkpoints(tmp_path / "checkpoints", read_only=True)
+    reader = Checkpoints(tmp_path / "checkpoints")
     assert {path: tuple(shape) for path, (shape, _) in reader.shapes(1).items()} == {
         path: x.shape for path, x in named(plain.initialise()).items()}
     there = reader.restore(1, plain.abstract_state())

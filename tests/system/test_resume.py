@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.checkpoint import Checkpoints
+from jaxlm.checkpoints import Checkpoints
+from jaxlm.config import CheckpointConfig
 from jaxlm.errors import RunError
 from jaxlm.job import build_job
 from jaxlm.logs import read_rows
@@ -20,7 +21,7 @@ KEYS = ("--config.train.steps=12", "--config.train.log_every=1", "--config.check
 
 def arrays(folder, step):
     """Path to array of everything that a checkpoint holds."""
-    reader = Checkpoints(folder / "checkpoints", read_only=True)
+    reader = Checkpoints(folder / "checkpoints")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = {}
     for path, (shape, dtype) in reader.shapes(step).items():
@@ -73,10 +74,10 @@ def test_a_run_resumed_on_another_mesh_stays_on_the_curve(whole, tmp_path):
 
 def test_the_tree_on_disk_has_plain_names(whole):
     names = {
-        path.split("/")[0] + "/" + path.split("/")[1] for path in Checkpoints(whole / "checkpoints", read_only=True).shapes(12)
+        path.split("/")[0] + "/" + path.split("/")[1] for path in Checkpoints(whole / "checkpoints").shapes(12)
     }
     assert {"params/embed", "params/layers", "params/final_norm", "optimizer/mu", "optimizer/nu", "counters/step"} <= names
-    about = Checkpoints(whole / "checkpoints", read_only=True).about(12)
+    about = Checkpoints(whole / "checkpoints").about(12)
     assert about["step"] == 12 and about["data"]["next_batch"] == 12 and about["mesh"]["fsdp"] == 1
 
 
@@ -153,9 +154,9 @@ def test_other_data_on_a_resume_is_refused(tmp_path):
 
 
 def test_a_save_that_the_disk_has_no_room_for_does_not_begin(whole, tmp_path, monkeypatch):
-    import jaxlm.checkpoint as module
+    import jaxlm.checkpoints as module
 
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     state = {"params": {"kernel": jax.numpy.zeros((1024, 1024))}}
     checkpoints.save(1, state, {})
     checkpoints.wait()

@@ -1,10 +1,15 @@
 """Checkpoints of a run: saved in the background through Orbax, restored into any layout.
 
-    checkpoints/STEP/state     the arrays: params/<path>, optimizer/<slot>/<path>, counters/<name>
-    checkpoints/STEP/about     JSON: configuration, mesh it was written on, data position
+    checkpoints/STEP/state           the arrays: params/<path>, optimizer/<slot>/<path>, counters/<name>
+    checkpoints/STEP/about           JSON: configuration, mesh it was written on, data position
+    checkpoints/STEP/manifest.json   size and checksums of every other file
 
 The arrays have the model's own names and shapes (layers stacked, scanned or not), so nothing of the mesh, the optimizer
 library or the module library shows, and any mesh reads any other's.
+
+A checkpoint is written under another name and gets its own when all of it is on disk, the manifest last. So what has the name of
+a step is complete, and what is not as its manifest says was damaged afterwards. Nothing here changes or deletes a damaged
+checkpoint; a run that goes on from an older one moves it aside.
 """
 
 import asyncio
@@ -19,24 +24,29 @@ from typing import Any
 
 import jax
 
+from jaxlm import manifest
+from jaxlm.config import CheckpointConfig
 from jaxlm.errors import RunError
 from partitioning.declaration import DeclarationError
 
-FORMAT = 1
+FORMAT = 2                     # 1 had no manifest
 
 
 class Checkpoints:
-    """The checkpoints of one run directory."""
+    """The checkpoints of one run directory, to read (without `config`) or to read and write."""
 
-    def __init__(self, directory: pathlib.Path, *, keep: int = 2, asynchronous: bool = True, read_only: bool = False):
+    def __init__(self, directory: pathlib.Path, config: CheckpointConfig | None = None):
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
         _let_failures_be_one_message()
         self.directory = pathlib.Path(directory).absolute()
+        self._config, self._saving = config, 0
+        read_only = config is None
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep,
-            enable_async_checkpointing=asynchronous,
+            preservation_policy=None if read_only else _Kept(config, self._metrics),
+            enable_async_checkpointing=not read_only,
+            async_options=None if read_only else ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
             create=not read_only,
             read_only=read_only,
             cleanup_tmp_directories=not read_only,
@@ -53,7 +63,13 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, about: dict[str, Any]) -> None:
-        """Starts to save; returns when the arrays have been copied out of the devices' way.
+        """Starts to save; returns when the arrays have been copied out of the devices' way, or, if not `asynchronous`, when all is
+        on disk.
+
+        Args:
+          step: a step that is saved already is not saved again.
+          state: nested dict of arrays.
+          about: what is written beside them; `metrics` in it may hold the one that the best checkpoint is kept by.
 
         Raises:
           RunError: this save or the one before it failed (no space, no permission); what was saved before is whole.
@@ -68,13 +84,17 @@ class Checkpoints:
                 step, f"no space left on the disk (it takes about {need / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free)"
             )
         args = self._ocp.args.Composite(state=self._ocp.args.StandardSave(state), about=self._ocp.args.JsonSave(about))
+        self.wait()            # for the save before, which still needs to know its own step
+        self._saving = step
         self._guard(step, lambda: self._manager.save(step, args=args, force=True))
+        if not self._config.asynchronous:
+            self.wait()
 
     def wait(self) -> None:
         """Waits until the last save is on disk."""
-        self._guard(None, self._manager.wait_until_finished)
+        self._guard(self._saving, self._manager.wait_until_finished)
 
-    def _guard(self, step: int | None, action: Callable[[], Any]) -> None:
+    def _guard(self, step: int, action: Callable[[], Any]) -> None:
         try:
             action()
             self._manager.check_for_errors()
@@ -84,13 +104,32 @@ class Checkpoints:
                 raise
             self._fail(step, reason, error)
 
-    def _fail(self, step: int | None, reason: str, error: Exception | None = None):
+    def _fail(self, step: int, reason: str, error: Exception | None = None):
         kept = ", ".join(map(str, self.steps())) or "none"
-        what = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         raise RunError(
-            f"{what} could not be written below {self.directory}: {reason}. Checkpoints that are whole: {kept}. "
+            f"the checkpoint of step {step} could not be written below {self.directory}: {reason}. Checkpoints that are whole: {kept}. "
             "Make room and run the same command again; it resumes from the newest of them."
         ) from error
+
+    def _write_manifest(self) -> None:
+        """Called in the background by process 0, when all processes have written and the checkpoint has not its name yet."""
+        manifest.write(self.directory / f"{self._saving}.orbax-checkpoint-tmp")
+
+    def damage(self, step: int) -> list[str] | None:
+        """What is not as it was written, a line for each; None if nothing can be said, since the checkpoint is of the first format.
+        Every process of a job must call it: each reads its share of the bytes, and all get all the lines.
+        """
+        folder = self.directory / str(step)
+        if not (folder / manifest.NAME).exists() and _first_format(folder):
+            return None
+        found = manifest.verify(folder, jax.process_index(), jax.process_count())
+        return sorted(set(_of_all_processes(found)))
+
+    def _metrics(self, step: int) -> dict[str, float]:
+        """The metrics of a step, or none, if they cannot be read."""
+        with contextlib.suppress(RunError):
+            return self.about(step).get("metrics") or {}
+        return {}
 
     def restore(self, step: int, abstract: Any) -> Any:
         """Reads the arrays of a step into the shapes, dtypes and shardings of `abstract` (a tree of ShapeDtypeStruct).
@@ -169,6 +208,48 @@ class Checkpoints:
         """Waits for the last save and frees the threads."""
         self.wait()
         self._manager.close()
+
+
+class _Kept:
+    """Which checkpoints stay when a new one is complete: the newest `keep`, every one whose step is a multiple of `keep_every`, and
+    the best by `best_metric`. In the form of Orbax's preservation policies."""
+
+    def __init__(self, config: CheckpointConfig, metrics: Callable[[int], dict[str, float]]):
+        self._config, self._metrics = config, metrics
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        """For each checkpoint (they have a `step`), whether it stays."""
+        del context
+        steps, config = [checkpoint.step for checkpoint in checkpoints], self._config
+        kept = set(sorted(steps)[-config.keep:])
+        if config.keep_every:
+            kept |= {step for step in steps if step % config.keep_every == 0}
+        if config.best_metric:
+            values = {step: self._metrics(step).get(config.best_metric) for step in sorted(steps)[:-1]}
+            values = {step: value for step, value in values.items() if value is not None}
+            if values:
+                kept.add((min if config.best_mode == "min" else max)(values, key=values.get))
+        return [step in kept for step in steps]
+
+
+def _first_format(folder: pathlib.Path) -> bool:
+    try:
+        return json.loads((folder / "about" / "metadata").read_text("utf-8"))["format"] == 1
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _of_all_processes(lines: list[str]) -> list[str]:
+    """The lines of every process, in each of them."""
+    if jax.process_count() == 1:
+        return lines
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer("\n".join(lines).encode(), np.uint8)
+    longest = int(multihost_utils.process_allgather(np.array(text.size, np.int32)).max())
+    texts = multihost_utils.process_allgather(np.pad(text, (0, longest - text.size)))
+    return [line for row in texts for line in row.tobytes().rstrip(b"\0").decode().splitlines()]
 
 
 def _path(keys) -> str:
