@@ -19,7 +19,7 @@ import json
 import logging
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jaxlm import manifest
 from jaxlm.config import CheckpointConfig
 from jaxlm.errors import RunError
 from partitioning.declaration import DeclarationError
+from partitioning.paths import flatten, unflatten
 
 FORMAT = 2                     # 1 had no manifest
 
@@ -63,8 +64,8 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, about: dict[str, Any]) -> None:
-        """Starts to save; returns when the arrays have been copied out of the devices' way, or, if not `asynchronous`, when all is
-        on disk.
+        """Starts to save; returns when the arrays have been copied out of the devices' way, or, if not `asynchronous`, when all
+        is on disk.
 
         Args:
           step: a step that is saved already is not saved again.
@@ -107,8 +108,8 @@ class Checkpoints:
     def _fail(self, step: int, reason: str, error: Exception | None = None):
         kept = ", ".join(map(str, self.steps())) or "none"
         raise RunError(
-            f"the checkpoint of step {step} could not be written below {self.directory}: {reason}. Checkpoints that are whole: {kept}. "
-            "Make room and run the same command again; it resumes from the newest of them."
+            f"the checkpoint of step {step} could not be written below {self.directory}: {reason}. "
+            f"Checkpoints that are whole: {kept}. Make room and run the same command again; it resumes from the newest of them."
         ) from error
 
     def _write_manifest(self) -> None:
@@ -116,8 +117,8 @@ class Checkpoints:
         manifest.write(self.directory / f"{self._saving}.orbax-checkpoint-tmp")
 
     def damage(self, step: int) -> list[str] | None:
-        """What is not as it was written, a line for each; None if nothing can be said, since the checkpoint is of the first format.
-        Every process of a job must call it: each reads its share of the bytes, and all get all the lines.
+        """What is not as it was written, a line for each; None if nothing can be said, since the checkpoint is of the first
+        format. Every process of a job must call it: each reads its share of the bytes, and all get all the lines.
         """
         folder = self.directory / str(step)
         if not (folder / manifest.NAME).exists() and _first_format(folder):
@@ -148,15 +149,23 @@ class Checkpoints:
         """Reads the parameters alone, leaving the rest of the checkpoint on disk."""
         tree = {"params": abstract_params}
         self.check(step, tree)
+        return self._read(step, tree)["params"]
+
+    def read(self, step: int, names: Collection[str]) -> dict[str, jax.Array]:
+        """Some arrays by name ('params/embed/embedding'), whole, on the first device of this process."""
+        shapes, place = self.shapes(step), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        wanted = {name: jax.ShapeDtypeStruct(*shapes[name], sharding=place) for name in names}
+        return flatten(self._read(step, unflatten(wanted)))
+
+    def _read(self, step: int, abstract: Any) -> Any:
+        """The arrays of a nested dict of ShapeDtypeStruct, with their shardings, and no others."""
         ocp = self._ocp
-        restore_args = jax.tree.map(
-            lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), tree
-        )
+        args = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), abstract)
         with self._reading(step), ocp.PyTreeCheckpointer() as reader:
             return reader.restore(
                 self.directory / str(step) / "state",
-                args=ocp.args.PyTreeRestore(item=tree, restore_args=restore_args, partial_restore=True),
-            )["params"]
+                args=ocp.args.PyTreeRestore(item=abstract, restore_args=args, partial_restore=True),
+            )
 
     def about(self, step: int) -> dict[str, Any]:
         """What is written beside the arrays of a step."""
@@ -211,8 +220,8 @@ class Checkpoints:
 
 
 class _Kept:
-    """Which checkpoints stay when a new one is complete: the newest `keep`, every one whose step is a multiple of `keep_every`, and
-    the best by `best_metric`. In the form of Orbax's preservation policies."""
+    """Which checkpoints stay when a new one is complete: the newest `keep`, every one whose step is a multiple of `keep_every`,
+    and the best by `best_metric`. In the form of Orbax's preservation policies."""
 
     def __init__(self, config: CheckpointConfig, metrics: Callable[[int], dict[str, float]]):
         self._config, self._metrics = config, metrics

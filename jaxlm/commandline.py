@@ -26,6 +26,7 @@ COMMANDS = {
     "jaxlm.train": "train a model; the same --workdir resumes",
     "jaxlm.evaluate": "loss, perplexity and bits per byte of a checkpoint on a data set",
     "jaxlm.generate": "text from a checkpoint",
+    "jaxlm.checkpoint": "list, show, verify, copy or export what a run has saved",
     "jaxlm.explain": "every array's shape, dims, sharding and bytes per device, and why",
 }
 

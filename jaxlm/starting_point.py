@@ -86,8 +86,8 @@ def _newest(workdir: pathlib.Path, names: tuple[str, ...]) -> StartingPoint:
         notes.append(f"damaged: {reader.directory / str(step)} is not used: {_listed(found)}")
     lines = "".join(f"\n  {note}" for note in notes)
     raise RunError(
-        f"{reader.directory} holds {', '.join(names)}, but none of them is {'whole' if steps else 'complete'}. Nothing was touched; "
-        f"put files back from a copy, or move them away to start anew.{lines}"
+        f"{reader.directory} holds {', '.join(names)}, but none of them is {'whole' if steps else 'complete'}. Nothing was "
+        f"touched; put files back from a copy, or move them away to start anew.{lines}"
     )
 
 
@@ -118,7 +118,8 @@ def verified(reader: Checkpoints, step: int) -> str:
     if found:
         others = ", ".join(str(s) for s in reader.steps() if s != step) or "none"
         raise RunError(
-            f"{reader.directory / str(step)} is damaged: {_listed(found)}. Nothing was changed. Other checkpoints there: {others}."
+            f"{reader.directory / str(step)} is damaged: {_listed(found)}. Nothing was changed. "
+            f"Other checkpoints there: {others}."
         )
     return NOT_VERIFIED if found is None else ""
 
