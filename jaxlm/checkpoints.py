@@ -14,12 +14,14 @@ checkpoint; a run that goes on from an older one moves it aside.
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
 import pathlib
+import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -28,7 +30,8 @@ from jaxlm import manifest
 from jaxlm.config import CheckpointConfig
 from jaxlm.errors import RunError
 from partitioning.declaration import DeclarationError
-from partitioning.paths import flatten, unflatten
+from partitioning.overrides import whole_or_tail
+from partitioning.paths import flatten, join, unflatten
 
 FORMAT = 2                     # 1 had no manifest
 
@@ -132,24 +135,22 @@ class Checkpoints:
             return self.about(step).get("metrics") or {}
         return {}
 
-    def restore(self, step: int, abstract: Any) -> Any:
-        """Reads the arrays of a step into the shapes, dtypes and shardings of `abstract` (a tree of ShapeDtypeStruct).
+    def restore(self, step: int, abstract: Any, selection: "Selection | None" = None) -> Any:
+        """Reads arrays of a step.
+
+        Args:
+          abstract: nested dict of ShapeDtypeStruct, with the shapes, dtypes and shardings that they are to have: the whole state,
+            or some of its groups (params, optimizer, counters); the others stay on disk.
+          selection: what is called otherwise there, and which arrays to leave out of the result.
 
         Raises:
           DeclarationError: the checkpoint's arrays are not the ones asked for.
           RunError: it cannot be read.
         """
-        self.check(step, abstract)
-        with self._reading(step):
-            return self._manager.restore(
-                step, args=self._ocp.args.Composite(state=self._ocp.args.StandardRestore(abstract, strict=True))
-            ).state
-
-    def restore_params(self, step: int, abstract_params: Any) -> Any:
-        """Reads the parameters alone, leaving the rest of the checkpoint on disk."""
-        tree = {"params": abstract_params}
-        self.check(step, tree)
-        return self._read(step, tree)["params"]
+        theirs = self.check(step, abstract, selection)
+        wanted = flatten(abstract)
+        found = flatten(self._read(step, unflatten({theirs[path]: wanted[path] for path in theirs})))
+        return unflatten({path: found[theirs[path]] for path in theirs})
 
     def read(self, step: int, names: Collection[str]) -> dict[str, jax.Array]:
         """Some arrays by name ('params/embed/embedding'), whole, on the first device of this process."""
@@ -191,32 +192,102 @@ class Checkpoints:
                 f"{', '.join(str(s) for s in self.steps() if s != step) or 'none'}."
             ) from error
 
-    def check(self, step: int, abstract: Any) -> None:
-        """Compares the arrays of a step, as far as `abstract` has their group (params, optimizer, counters), with the shapes
-        that are asked for. Reads no array.
+    def check(self, step: int, abstract: Any, selection: "Selection | None" = None) -> dict[str, str]:
+        """Compares the arrays of a step, as far as `abstract` has their group, with the shapes that are asked for. Reads none.
+
+        Returns:
+          For each array that `restore` would read its name in the checkpoint.
 
         Raises:
           DeclarationError: an array is missing, has another shape or is unknown; the message lists them.
           RunError: the checkpoint cannot be read.
         """
-        stored = {path: shape for path, (shape, _) in self.shapes(step).items()}
-        wanted = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+        selection = selection or Selection()
+        wanted = {path: tuple(leaf.shape) for path, leaf in flatten(abstract).items()}
         groups = {path.split("/")[0] for path in wanted}
+        shapes = {path: shape for path, (shape, _) in self.shapes(step).items() if path.split("/")[0] in groups}
+        theirs = selection.names(shapes)
+        stored = {path: shapes[theirs[path]] for path in theirs}
+        wanted = selection.chosen(wanted)
         lines = [f"{path}: missing there; here of shape {shape}" for path, shape in wanted.items() if path not in stored]
         lines += [
             f"{path}: shape {stored[path]} there, {shape} here"
             for path, shape in wanted.items()
             if path in stored and stored[path] != shape
         ]
-        lines += [f"{path}: there, unknown here" for path in stored if path not in wanted and path.split("/")[0] in groups]
+        if not selection.include:
+            lines += [f"{path}: there, unknown here" for path in stored if path not in wanted]
         if lines:
             more = f"\n  and {len(lines) - 4} more arrays" if len(lines) > 4 else ""
             raise DeclarationError(f"{self.directory / str(step)} is of another model:\n  " + "\n  ".join(lines[:4]) + more)
+        return {path: theirs[path] for path in wanted}
 
     def close(self) -> None:
         """Waits for the last save and frees the threads."""
         self.wait()
         self._manager.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Which arrays of a checkpoint are wanted, and what they are called there.
+
+    Attributes:
+      include: regular expressions on the parameters' paths here; empty for all.
+      rename: pairs of a regular expression on the parameters' paths there and what replaces what it matches (`re.sub`), in turn.
+    """
+    include: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+
+    def names(self, stored: Iterable[str]) -> dict[str, str]:
+        """For each stored array its name here, as the key, and there.
+
+        Raises:
+          DeclarationError: two arrays get the same name, or a pair changes none.
+        """
+        out: dict[str, str] = {}
+        changed = set()
+        for path in stored:
+            group, name = _split(path)
+            for i, (pattern, replacement) in enumerate(self.rename):
+                before, name = name, re.sub(pattern, replacement, name)
+                changed |= {i} if name != before else set()
+            mine = join(group, name)
+            if mine in out:
+                raise DeclarationError(f"config.checkpoint.rename calls both {out[mine]} and {path} {mine}.")
+            out[mine] = path
+        for i, (pattern, _) in enumerate(self.rename):
+            if i not in changed:
+                raise DeclarationError(f"config.checkpoint.rename: {pattern!r} changes the name of no array of the checkpoint; "
+                                       f"its parameters are {_few(_split(path)[1] for path in stored)}.")
+        return out
+
+    def chosen(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Those of the arrays here that are to be read.
+
+        Raises:
+          DeclarationError: an expression matches none.
+        """
+        if not self.include:
+            return wanted
+        matches = [{path for path in wanted if whole_or_tail(pattern, _split(path)[1])} for pattern in self.include]
+        for pattern, paths in zip(self.include, matches, strict=True):
+            if not paths:
+                raise DeclarationError(f"config.checkpoint.include: {pattern!r} matches no parameter; there are "
+                                       f"{_few(_split(path)[1] for path in wanted)}.")
+        return {path: x for path, x in wanted.items() if any(path in paths for paths in matches)}
+
+
+def _split(path: str) -> tuple[str, str]:
+    """'params' or 'optimizer/SLOT', and the parameter's path."""
+    parts = path.split("/")
+    count = 2 if parts[0] == "optimizer" else 1
+    return "/".join(parts[:count]), "/".join(parts[count:])
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 class _Kept:

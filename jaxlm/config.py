@@ -6,6 +6,7 @@ ill-typed or out of range.
 """
 
 import dataclasses
+import re
 from typing import Any
 
 from jaxlm import presets
@@ -163,6 +164,12 @@ class CheckpointConfig:
     asynchronous: bool = leaf(True, "write in the background while training goes on")
     restore_from: str | None = leaf(None, "a run directory or checkpoint to start from, when the workdir has none")
     restore: str = leaf("params", "what restore_from gives", choices=("params", "all"))
+    include: tuple[str, ...] = leaf(
+        (), "regular expressions on paths: the parameters that restore_from gives, the others start at random (empty: all)"
+    )
+    rename: tuple[Any, ...] = leaf(
+        (), "pairs (regular expression, replacement) for paths that are called otherwise in restore_from"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +294,28 @@ def _check(config: Config) -> None:
         raise DeclarationError(
             f"config.optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds train.steps = {train.steps}."
         )
+    _check_selection(config.checkpoint)
     if len(config.log.profile_steps) not in (0, 2) or sorted(config.log.profile_steps) != list(config.log.profile_steps):
         raise DeclarationError(
             f"config.log.profile_steps = {config.log.profile_steps!r}; expected the first and the last step, e.g. 10,12."
+        )
+
+
+def _check_selection(checkpoint: CheckpointConfig) -> None:
+    for i, pair in enumerate(checkpoint.rename):
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(word, str) for word in pair):
+            raise DeclarationError(
+                f"config.checkpoint.rename[{i}] = {pair!r}; expected a pair (regular expression, replacement), such as "
+                "('blocks/(.*)', r'layers/\\1')."
+            )
+    for key, patterns in (("include", checkpoint.include), ("rename", [pair[0] for pair in checkpoint.rename])):
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise DeclarationError(f"config.checkpoint.{key}: {pattern!r} is no regular expression: {error}.") from None
+    if checkpoint.include and checkpoint.restore == "all":
+        raise DeclarationError(
+            "config.checkpoint.include takes some parameters from restore_from, but restore = 'all' takes the whole state; "
+            "set restore = 'params'."
         )

@@ -80,4 +80,4 @@ def load_params(path: pathlib.Path, step: int, job: Any) -> Any:
     note = verified(reader, step)
     if note:
         print(f"step {step}{note}", file=sys.stderr)
-    return job.from_saved({"params": reader.restore_params(step, job.abstract_saved()["params"])})["params"]
+    return job.from_saved(reader.restore(step, {"params": job.abstract_saved()["params"]}))["params"]

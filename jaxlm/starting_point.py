@@ -7,11 +7,12 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jaxlm.checkpoints import Checkpoints, find_source, saved_steps
+from jaxlm.checkpoints import Checkpoints, Selection, find_source, saved_steps
 from jaxlm.config import Config
 from jaxlm.errors import RunError
 from jaxlm.run_directory import load_saved_config, model_differences
 from partitioning.declaration import DeclarationError
+from partitioning.paths import flatten, unflatten
 
 # Facts about the data that decide which examples a step sees.
 DATA_FACTS = ("tokenizer_sha256", "train_tokens", "train_sha256")
@@ -28,6 +29,7 @@ class StartingPoint:
     seen: names of the checkpoints in the run directory.
     damaged: steps of those that are newer than the one to read, and damaged.
     notes: lines to be shown: what is damaged.
+    selection: which arrays to read, and their names there.
     """
 
     step: int
@@ -38,6 +40,7 @@ class StartingPoint:
     seen: tuple[str, ...] = ()
     damaged: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    selection: Selection = Selection()
 
     def reader(self) -> Checkpoints:
         return Checkpoints(self.run / "checkpoints")
@@ -68,9 +71,9 @@ def find(config: Config, workdir: pathlib.Path) -> StartingPoint:
     step = steps[-1] if step is None else step
     whole = config.checkpoint.restore == "all"
     note = verified(reader, step)
-    count = sum(whole or name.startswith("params/") for name in reader.shapes(step))
-    words = f"{path}, step {step} ({count} arrays: {'the whole state' if whole else 'parameters alone'}){note}"
-    return StartingPoint(step if whole else 0, path, step, whole, words)
+    selection = Selection(config.checkpoint.include, config.checkpoint.rename)
+    words = f"{path}, step {step}{note}"
+    return StartingPoint(step if whole else 0, path, step, whole, words, selection=selection)
 
 
 def _newest(workdir: pathlib.Path, names: tuple[str, ...]) -> StartingPoint:
@@ -128,23 +131,30 @@ def _listed(damage: list[str]) -> str:
     return "; ".join(damage[:3]) + (f"; and {len(damage) - 3} more" if len(damage) > 3 else "")
 
 
-def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> None:
+def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> str:
     """Compares the checkpoint with the model and, where the run goes on in its data, with the data. Reads no array.
+
+    Returns:
+      What was found, to be shown.
 
     Raises:
       DeclarationError: it is of another model, or of other data and `allow_change` is not given.
     """
     if point.run is None:
-        return
+        return point.words
     reader = point.reader()
+    saved = _wanted(point, job)
     try:
-        saved = job.abstract_saved()
-        reader.check(point.saved_step, saved if point.whole else {"params": saved["params"]})
+        found = reader.check(point.saved_step, saved, point.selection)
     except DeclarationError as error:
         keys = model_differences(load_saved_config(point.run), job.config)
         raise DeclarationError(str(error) + "".join(f"\n{line}" for line in keys)) from None
+    words = f"{point.words} ({len(found)} arrays: {'the whole state' if point.whole else 'parameters alone'})"
+    others = [path.removeprefix("params/") for path in flatten(saved) if path not in found]
+    if others:
+        words += f"; at random, seed {job.config.train.seed}: {', '.join(others)}"
     if not point.whole or allow_change:
-        return
+        return words
     saved = reader.about(point.saved_step)["data"]
     changed = [f"{name}: {saved[name]} -> {data.facts[name]}" for name in DATA_FACTS if saved[name] != data.facts[name]]
     if changed:
@@ -153,15 +163,24 @@ def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> None
             + "\n  ".join(changed)
             + "\nPut it back, or pass --allow_change to go on with the new data from that position."
         )
+    return words
+
+
+def _wanted(point: StartingPoint, job: Any) -> dict[str, Any]:
+    """Abstract arrays of what is read."""
+    saved = job.abstract_saved()
+    return saved if point.whole else {"params": saved["params"]}
 
 
 def load(point: StartingPoint, job: Any) -> dict[str, Any]:
     """The state to start from, on the job's devices."""
     if point.run is None:
         return job.initialise()
+    found = point.reader().restore(point.saved_step, _wanted(point, job), point.selection)
     if not point.whole:
-        params = point.reader().restore_params(point.saved_step, job.abstract_saved()["params"])
-        return {**job.initialise(), **job.from_saved({"params": params})}
-    state = job.from_saved(point.reader().restore(point.saved_step, job.abstract_saved()))
+        state = job.initialise()
+        read = flatten(job.from_saved(found))
+        return unflatten({path: read.get(path, x) for path, x in flatten(state).items()})
+    state = job.from_saved(found)
     # A bad step of the past was dealt with as configured then.
     return {**state, "counters": {**state["counters"], "bad_step": job.initial_counters()["bad_step"]}}

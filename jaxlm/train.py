@@ -56,9 +56,9 @@ def main(flags: argparse.Namespace) -> int:
             f"--config.train.{'steps' if stop_at == config.train.steps else 'stop_at'}."
         )
         return 0
-    starting_point.check(point, job, data, flags.allow_change)
+    weights = starting_point.check(point, job, data, flags.allow_change)
     sample = make_sample(job, data) if config.train.sample_every else None
-    for line in opening_lines(job, data, start, stop_at, point.words):
+    for line in opening_lines(job, data, start, stop_at, weights):
         say(line)
     lock = sole_writer(workdir) if jax.process_index() == 0 else contextlib.nullcontext()
     with lock, out_of_memory_explained(job), stop_with_command(resume_command(flags, workdir)):

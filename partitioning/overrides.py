@@ -53,6 +53,11 @@ def _whole(pattern: str) -> str:
     return f"(?:.*/)?(?:{pattern})"
 
 
+def whole_or_tail(pattern: str, path: str) -> bool:
+    """Whether a regular expression matches a path, or its tail from a slash on."""
+    return re.fullmatch(_whole(pattern), path) is not None
+
+
 def match(overrides: Sequence[Override], params: Mapping[str, ArraySpec]) -> dict[str, Override]:
     """Path to the override that decides it.
 
@@ -61,7 +66,7 @@ def match(overrides: Sequence[Override], params: Mapping[str, ArraySpec]) -> dic
     """
     decided: dict[str, Override] = {}
     for override in overrides:
-        matched = [path for path in params if re.fullmatch(_whole(override.pattern), path)]
+        matched = [path for path in params if whole_or_tail(override.pattern, path)]
         mine = [path for path in matched if path not in decided]
         if not mine:
             raise DeclarationError(_matches_nothing(override, matched, decided, params))
