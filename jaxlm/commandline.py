@@ -19,7 +19,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from jaxlm import xla_flags
 from jaxlm.config import Config, to_config, with_preset
 from jaxlm.presets import over, shipped_presets, without_preset
-from jaxlm.errors import RunError, Stopped
+from jaxlm.errors import last_words
 from partitioning.declaration import DeclarationError, annotation_of, keys, nearest, parse
 
 COMMANDS = {
@@ -218,7 +218,12 @@ def skip_cuda_without_gpu(environ: MutableMapping[str, str] = os.environ) -> Non
 
 
 def _interrupt(number, frame):
-    raise KeyboardInterrupt
+    """Ends the command where it stands. An exception would be lost if it were raised inside a destructor or a callback of the
+    garbage collector, and a compile that is under way in a thread cannot be called off."""
+    status, words = last_words(KeyboardInterrupt())
+    print(words, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def run(
@@ -246,22 +251,14 @@ def run(
         skip_cuda_without_gpu()
         simulate_devices(flags.simulate_devices)
         return main(flags) or 0
-    except DeclarationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Stopped as stop:
-        print(stop, file=sys.stderr)
-        return 3
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(3)  # at once: a compile that is under way in a thread cannot be called off
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}.", file=sys.stderr)
-        return 1
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            _interrupt(signal.SIGINT, None)
+        end = last_words(error)
+        if end is None:
+            raise
+        print(end[1], file=sys.stderr, flush=True)
+        return end[0]

@@ -22,6 +22,7 @@ OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 LARGEST_SEED = 2**32 - 1
 DTYPES = ("float32", "bfloat16", "float16")
+REACTIONS = ("stop", "skip", "rollback")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +188,17 @@ class FaultsConfig:
 
     on_nonfinite: str = leaf(
         "stop",
-        "a loss or gradient norm that is not finite: stop the run, or skip the update and count it",
-        choices=("stop", "skip"),
+        "a loss or gradient norm that is not finite: stop the run, skip the update, or rollback to the last checkpoint and past "
+        "the data since",
+        choices=REACTIONS,
+    )
+    spike_threshold: float = leaf(
+        0.0, "a loss over so many times the running mean of the last ones is a spike (0: none is)", at_least=0
+    )
+    on_spike: str = leaf("skip", "what a spike does, as on_nonfinite", choices=REACTIONS)
+    max_rollbacks: int = leaf(5, "rollbacks of a run, after which the next one stops it", at_least=0)
+    replica_check_every: int = leaf(
+        0, "steps between comparisons of the copies of parameters and optimizer state, bit by bit (0: never)", at_least=0
     )
 
 
@@ -199,6 +209,8 @@ class DistributedConfig:
     coordinator: str | None = leaf(None, "host:port of process 0")
     num_processes: int | None = leaf(None, "number of processes", at_least=1)
     process_id: int | None = leaf(None, "this process, from 0", at_least=0)
+    start_timeout: int = leaf(300, "seconds that processes wait for each other at the start", at_least=1)
+    heartbeat_timeout: int = leaf(60, "seconds without a sign of life from a process after which the others end", at_least=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +307,11 @@ def _check(config: Config) -> None:
             f"config.optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds train.steps = {train.steps}."
         )
     _check_selection(config.checkpoint)
+    if 0 < config.faults.spike_threshold <= 1:
+        raise DeclarationError(
+            f"config.faults.spike_threshold = {config.faults.spike_threshold} would call ordinary losses spikes; expected a "
+            "number above 1, such as 2, or 0 for none."
+        )
     if len(config.log.profile_steps) not in (0, 2) or sorted(config.log.profile_steps) != list(config.log.profile_steps):
         raise DeclarationError(
             f"config.log.profile_steps = {config.log.profile_steps!r}; expected the first and the last step, e.g. 10,12."

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 from jaxlm.errors import RunError
 from jaxlm.config import DistributedConfig
+from jaxlm.peers import Peers
 from partitioning.declaration import DeclarationError
 
 _KUBERNETES_PORT = 55527                      # any free port that all agree on; JAX's own choice there
@@ -62,6 +63,16 @@ def detect(config: DistributedConfig, environ: Mapping[str, str]) -> Group | Non
     return Group(coordinator, num_processes, process_id, _local_devices(environ) if "Slurm" in known["process_id"][1] else None)
 
 
+def join(config: DistributedConfig) -> Peers | None:
+    """`initialize`, and the others of the group to end together with; None for a process on its own."""
+    index, count = initialize(config)
+    if count == 1:
+        return None
+    from jax._src.distributed import global_state          # there is no public way to its client
+
+    return Peers(global_state.client, index, count)
+
+
 def initialize(config: DistributedConfig) -> tuple[int, int]:
     """Joins the group, if there is one. Must come before anything asks JAX for devices.
 
@@ -78,10 +89,14 @@ def initialize(config: DistributedConfig) -> tuple[int, int]:
     if group is None:
         return 0, 1
     import jax
+
+    # JAX would take SIGTERM for itself from here on, and tell nobody who does not ask it. Ours is heard: `signals.py`.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         # 'deactivate': JAX's own detection would take one GPU per process under Slurm, whatever the job asked for.
         jax.distributed.initialize(group.coordinator, group.num_processes, group.process_id, group.local_devices,
-                                   cluster_detection_method="deactivate")
+                                   cluster_detection_method="deactivate", initialization_timeout=config.start_timeout,
+                                   heartbeat_timeout_seconds=config.heartbeat_timeout)
     except RuntimeError as error:
         role = "open the port of" if group.process_id == 0 else "reach"
         raise RunError(f"process {group.process_id} of {group.num_processes} could not {role} the coordinator "
@@ -90,8 +105,8 @@ def initialize(config: DistributedConfig) -> tuple[int, int]:
 
 
 def _declared(config: DistributedConfig) -> dict[str, tuple]:
-    return {field.name: (getattr(config, field.name), f"config.distributed.{field.name}")
-            for field in dataclasses.fields(config) if getattr(config, field.name) is not None}
+    facts = ("coordinator", "num_processes", "process_id")
+    return {fact: (getattr(config, fact), f"config.distributed.{fact}") for fact in facts if getattr(config, fact) is not None}
 
 
 def _variables(coordinator: str, num_processes: str, process_id: str, environ: Mapping[str, str]) -> dict[str, tuple]:

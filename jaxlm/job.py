@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlm.config import Config
 from jaxlm.models import build_model
@@ -66,9 +67,11 @@ class Job:
         make = jax.jit(self.initial_state, out_shardings=self.shardings(), compiler_options=options)
         return make(jax.random.key(self.config.train.seed))
 
-    def initial_counters(self) -> dict[str, jax.Array]:
-        """The counters at step 0, on every device."""
-        return jax.device_put(initial_counters(self.config), self.shardings()["counters"])
+    def set_counters(self, state: dict[str, Any], values: dict[str, int]) -> dict[str, Any]:
+        """The state with some counters replaced, on every device."""
+        counters, places = state["counters"], self.shardings()["counters"]
+        new = {name: jax.device_put(np.asarray(value, counters[name].dtype), places[name]) for name, value in values.items()}
+        return {**state, "counters": {**counters, **new}}
 
     def initial_state(self, key: jax.Array) -> dict[str, Any]:
         """The state at step 0; traceable."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
+from jaxlm import faults
 from jaxlm.checkpoints import Checkpoints
-from jaxlm.errors import RunError, Stopped
+from jaxlm.errors import Stopped
 from jaxlm.flops import model_flops_per_token, peak_flops
 from jaxlm.job import Job
 from jaxlm.signals import StopFlag
@@ -61,6 +62,7 @@ def run_loop(
     about: Callable[[int], dict],
     evaluate: Callable | None,
     sample: Callable | None,
+    check_replicas: Callable | None,
     profile: Any,
     stop: StopFlag,
 ) -> Any:
@@ -71,12 +73,14 @@ def run_loop(
       feed: iterator of batches on devices, with `wait_seconds`.
       about: step -> what is saved beside the arrays.
       evaluate, sample: functions of the parameters: figures for a row, a text; or None.
+      check_replicas: raises if copies of the parameters or the optimizer's state differ; or None.
 
     Returns:
       The last state.
 
     Raises:
-      RunError: a loss or gradient norm was not finite and `faults.on_nonfinite` is stop.
+      RunError: bad numbers are declared to stop the run, or copies differ.
+      RollBack: bad numbers are declared to send it back.
       Stopped: asked to stop; everything is saved.
     """
     config = job.config
@@ -108,18 +112,12 @@ def run_loop(
                     "step_seconds": seconds,
                     "mfu": tokens_per_second * flops_per_token / (peak * jax.device_count()) if peak else None,
                     "input_wait_seconds": (feed.wait_seconds - waited) / max(steps, 1),
-                    "skipped": numbers["skipped"],
+                    **faults.row(config.faults, numbers),
                     **({"loss_scale": numbers["loss_scale"]} if "loss_scale" in numbers else {}),
                 }
             )
         waited = feed.wait_seconds
-        if config.faults.on_nonfinite == "stop" and numbers["bad_step"] >= 0:
-            saved = checkpoints.steps()
-            raise RunError(
-                f"loss or gradients were not finite at step {numbers['bad_step']} (config.faults.on_nonfinite = 'stop'). "
-                f"Nothing was saved since; the newest checkpoint is {f'step {saved[-1]}' if saved else 'none'}. "
-                "Lower config.optimizer.learning_rate, look at the data of that step, or set config.faults.on_nonfinite = 'skip'."
-            )
+        faults.react(config.faults, numbers, checkpoints.steps())
 
     for step in range(start + 1, stop_at + 1):
         profile.before(step)
@@ -130,17 +128,17 @@ def run_loop(
             jax.block_until_ready(in_flight.popleft())
         if profile.after(step, lambda: jax.block_until_ready(metrics)):
             recorder.line(f"step {step}: profiler trace written")
-        # Asked once a step: a signal that comes later ends the next one. Several processes must agree, which costs a wait,
-        # so they ask where the numbers are read anyway.
-        asks = jax.process_count() == 1 or is_due(step, train.log_every) or is_due(step, config.checkpoint.every)
-        reason = stop.agreed() if asks else None
+        reason = stop.reached(step)  # asked once a step: a signal that comes later ends the next one
         ends = step == stop_at or reason is not None
         logs = train.log_every > 0 and (step == start + 1 or ends or is_due(step, train.log_every))
         saves = ends or is_due(step, config.checkpoint.every)
         evaluates = evaluate is not None and (step == train.steps or is_due(step, train.eval_every))
         samples = sample is not None and is_due(step, train.sample_every)
-        if logs or saves or evaluates or samples:
+        compares = check_replicas is not None and is_due(step, config.faults.replica_check_every)
+        if logs or saves or evaluates or samples or compares:
             read(step, metrics, logs)
+        if compares:
+            clock.skip(lambda: check_replicas({name: state[name] for name in ("params", "optimizer")}))
         if evaluates:
             recorder.row({"step": step, **clock.skip(lambda: evaluate(state["params"]))})
         if samples:

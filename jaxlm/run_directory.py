@@ -33,6 +33,8 @@ FREE = (
     "train.sample_every",
     "train.sample_prompt",
     "train.remat",
+    "faults.max_rollbacks",
+    "faults.replica_check_every",
     "model.scan_layers",
 )
 # Of the model's keys, those that a user may change knowingly; any other makes another model.

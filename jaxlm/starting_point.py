@@ -46,9 +46,13 @@ class StartingPoint:
         return Checkpoints(self.run / "checkpoints")
 
 
-def find(config: Config, workdir: pathlib.Path) -> StartingPoint:
+def find(config: Config, workdir: pathlib.Path, *, scheduled: bool = False) -> StartingPoint:
     """Where this run starts: reads the checkpoint that it is to go on from, to see whether it is as it was written, and if it is
     not, the one before. All processes of a job must ask.
+
+    Args:
+      scheduled: take the newest checkpoint at a multiple of checkpoint.every, if there is one, rather than one that was written
+        because the run was stopped; so a run that goes back does so to the same step, whether it was ever stopped or not.
 
     Raises:
       DeclarationError: restore_from names no complete checkpoint.
@@ -56,7 +60,8 @@ def find(config: Config, workdir: pathlib.Path) -> StartingPoint:
     """
     names = tuple(saved_steps(workdir))
     if names:
-        return _newest(workdir, names)
+        every = config.checkpoint.every if scheduled else 0
+        return _newest(workdir, names, every)
     source = config.checkpoint.restore_from
     if not source:
         return StartingPoint(0, None, 0, False, f"random, seed {config.train.seed}")
@@ -76,11 +81,11 @@ def find(config: Config, workdir: pathlib.Path) -> StartingPoint:
     return StartingPoint(step if whole else 0, path, step, whole, words, selection=selection)
 
 
-def _newest(workdir: pathlib.Path, names: tuple[str, ...]) -> StartingPoint:
-    """The newest checkpoint of a run directory that is as it was written."""
+def _newest(workdir: pathlib.Path, names: tuple[str, ...], every: int) -> StartingPoint:
+    """The newest checkpoint of a run directory that is as it was written; one at a multiple of `every`, if there is one."""
     reader = Checkpoints(workdir / "checkpoints")
     steps, damaged, notes = reader.steps(), [], []
-    for step in reversed(steps):
+    for step in sorted(steps, key=lambda step: (every > 0 and step % every == 0, step), reverse=True):
         found = reader.damage(step)
         if not found:
             words = f"the checkpoint of step {step} in the run directory" + (NOT_VERIFIED if found is None else "")
@@ -181,6 +186,4 @@ def load(point: StartingPoint, job: Any) -> dict[str, Any]:
         state = job.initialise()
         read = flatten(job.from_saved(found))
         return unflatten({path: read.get(path, x) for path, x in flatten(state).items()})
-    state = job.from_saved(found)
-    # A bad step of the past was dealt with as configured then.
-    return {**state, "counters": {**state["counters"], "bad_step": job.initial_counters()["bad_step"]}}
+    return job.from_saved(found)

@@ -6,6 +6,7 @@ everything that can be prepared while XLA compiles is.
 
 import argparse
 import contextlib
+import gc
 import pathlib
 import shlex
 import sys
@@ -14,8 +15,9 @@ from typing import Any
 from jaxlm import commandline, starting_point
 from jaxlm.background import in_background
 from jaxlm.checkpoints import FORMAT, Checkpoints, saved_steps
-from jaxlm.errors import RunError, Stopped
+from jaxlm.errors import RollBack, RunError, Stopped
 from jaxlm.config import Config, to_dict
+from jaxlm.peers import Peers
 from jaxlm.run_directory import check_resume, default_workdir, load_saved_config, save_config, sole_writer
 from jaxlm.starting_point import StartingPoint
 from partitioning.declaration import DeclarationError
@@ -27,9 +29,18 @@ def main(flags: argparse.Namespace) -> int:
     import jax
 
     flag_line = xla_flags.apply(jax.config.jax_platforms)
-    _, processes = distributed.initialize(config.distributed)
-    if processes > 1 and not flags.workdir:
-        raise DeclarationError(f"{processes} processes need one run directory: pass --workdir=DIR that all can reach.")
+    peers = distributed.join(config.distributed)
+    with peers or contextlib.nullcontext():
+        remarks = [*(f"changed: {line}" for line in changes), *([flag_line] if flag_line else [])]
+        return run(flags, workdir, config, remarks, peers)
+
+
+def run(flags: argparse.Namespace, workdir: pathlib.Path, config: Config, remarks: list[str], peers: Peers | None) -> int:
+    """Trains, as one of the processes of the job."""
+    import jax
+
+    if peers is not None and not flags.workdir:
+        raise DeclarationError(f"{peers.count} processes need one run directory: pass --workdir=DIR that all can reach.")
     say = print if jax.process_index() == 0 else (lambda *_: None)
 
     from jaxlm.data import open_data
@@ -41,11 +52,12 @@ def main(flags: argparse.Namespace) -> int:
     data = open_data(config.data, config.model.vocab_size)
     job = build_job(config, jax.device_count(), machine_of(jax.devices())).on_devices()
     say(f"run directory: {workdir}")
-    for line in changes:
-        say(f"changed: {line}")
-    if flag_line:
-        say(flag_line)
+    for line in remarks:
+        say(line)
     stop_at = min(config.train.stop_at or config.train.steps, config.train.steps)
+    if peers is not None:  # before Orbax opens the folder, at which all processes must be there
+        names = ", ".join(saved_steps(workdir)) or "none"
+        peers.agree("list of checkpoints", names, config.distributed.start_timeout)
     point = starting_point.find(config, workdir)
     for line in point.notes:
         say(line)
@@ -67,7 +79,7 @@ def main(flags: argparse.Namespace) -> int:
         if jax.process_index() == 0:
             for line in starting_point.set_aside(point, workdir):
                 say(line)
-        train(job, data, workdir, point, stop_at, sample)
+        train(job, data, workdir, point, stop_at, sample, peers)
     ended = "finished" if stop_at == config.train.steps else "stopped by config.train.stop_at"
     say(f"{ended} at step {stop_at}; to go on or to look again:\n  {resume_command(flags, workdir)}")
     return 0
@@ -123,56 +135,106 @@ def opening_lines(job: Any, data: Any, start: int, stop_at: int, source: str) ->
     return lines + [f"note: {note}" for note in layout.notes]
 
 
-def train(job: Any, data: Any, workdir: pathlib.Path, point: StartingPoint, stop_at: int, sample: Any) -> None:
-    """Prepares the step, the state and the feed side by side, then loops."""
+def train(
+    job: Any, data: Any, workdir: pathlib.Path, point: StartingPoint, stop_at: int, sample: Any, peers: Peers | None = None
+) -> None:
+    """Prepares the step and the state side by side, then loops; again from a checkpoint, as often as bad numbers ask for it."""
+    import jax
+
+    from jaxlm import faults
+    from jaxlm.replicas import ReplicaCheck
+    from jaxlm.signals import StopFlag
+    from partitioning import text
+
+    config = job.config
+    train_step = in_background(lambda: compile_train_step(job))
+    state = starting_point.load(point, job)
+    if jax.process_index() == 0:  # after the restore: a run that cannot go on is left as it was
+        save_config(workdir, config)
+        (workdir / "sharding.txt").write_text(text(job.layout, links=job.links()) + "\n", "utf-8")
+    evaluate = make_evaluate_or_none(job, data)
+    check_replicas, remarks = None, []
+    if config.faults.replica_check_every:
+        check_replicas = ReplicaCheck(job.mesh, {name: job.abstract_state()[name] for name in ("params", "optimizer")})
+        if not check_replicas.compares:
+            remarks.append("note: config.faults.replica_check_every compares nothing: no array is on two devices of this mesh.")
+    parts = {"train_step": train_step(), "evaluate": evaluate, "sample": sample, "check_replicas": check_replicas}
+    with StopFlag(peers, point.step) as stop:
+        while True:
+            try:
+                return run_from(job, data, workdir, state, point.step, stop_at, peers, remarks, **parts, stop=stop)
+            except RollBack as error:
+                back = error.facts
+            # The error is gone here, and with it the state that its frames held.
+            state = None
+            gc.collect()
+            point = starting_point.find(config, workdir, scheduled=True)
+            aside = starting_point.set_aside(point, workdir) if jax.process_index() == 0 else []
+            if peers is not None:
+                name = f"checkpoint to go back to (rollback {back.rollbacks + 1})"
+                peers.agree(name, point.words, config.distributed.start_timeout)
+            state = job.set_counters(starting_point.load(point, job), faults.after(back, point.step))
+            remarks = [
+                *point.notes,
+                *aside,
+                f"{back.words}: back to step {point.step}, and on past the {back.step - point.step} batch(es) since "
+                f"(rollback {back.rollbacks + 1} of {config.faults.max_rollbacks})"
+            ]
+
+
+def run_from(
+    job: Any,
+    data: Any,
+    workdir: pathlib.Path,
+    state: Any,
+    start: int,
+    stop_at: int,
+    peers: Peers | None,
+    remarks: list[str],
+    **parts,
+) -> None:
+    """Opens the checkpoints, the logs and the feed, and loops with `parts` of `run_loop` from the state of step `start`."""
     import jax
 
     from jaxlm.data import train_batches
     from jaxlm.data.feed import place, rows_of
     from jaxlm.logs import ProfileWindow, Recorder
     from jaxlm.loop import run_loop
-    from jaxlm.signals import StopFlag
-    from partitioning import text
 
     config, is_main = job.config, jax.process_index() == 0
-    train_step = in_background(lambda: compile_train_step(job))
     checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)
-    state, start = starting_point.load(point, job), point.step
-    if is_main:  # after the restore: a run that cannot go on is left as it was
-        save_config(workdir, config)
-        (workdir / "sharding.txt").write_text(text(job.layout, links=job.links()) + "\n", "utf-8")
     shardings = job.batch_shardings()
+    left_out = int(state["counters"]["left_out"])
     batches = train_batches(
         data.train,
         batch_size=config.train.global_batch_size,
         seed=config.data.seed,
-        start_step=start,
+        start_step=start + left_out,
         rows=rows_of(shardings["inputs"], config.train.global_batch_size),
     )
-    evaluate = make_evaluate_or_none(job, data)
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
         recorder = stack.enter_context(
             Recorder(workdir, config.log, total_steps=stop_at, start_step=start, is_main=is_main, run_config=to_dict(config))
         )
+        for line in remarks:
+            recorder.line(line)
         feed = stack.enter_context(place(batches, shardings))
         profile = ProfileWindow.declared(config.log.profile_steps, workdir / "profile")
         stack.callback(profile.close)
-        stop = stack.enter_context(StopFlag())
+        if peers is not None:
+            stack.enter_context(peers.ending_is_told())
         run_loop(
             job,
-            train_step(),
-            state,
-            feed,
+            state=state,
+            feed=feed,
             start=start,
             stop_at=stop_at,
             recorder=recorder,
             checkpoints=checkpoints,
-            about=lambda step: about(job, data, step),
-            evaluate=evaluate,
-            sample=sample,
+            about=lambda step: about(job, data, step, left_out),
             profile=profile,
-            stop=stop,
+            **parts,
         )
 
 
@@ -187,14 +249,15 @@ def compile_train_step(job: Any) -> Any:
     return jitted.lower(job.abstract_state(), job.abstract_batch()).compile()
 
 
-def about(job: Any, data: Any, step: int) -> dict[str, Any]:
-    """What is saved beside the arrays. The data position is the number of batches taken: their order is a function of it."""
+def about(job: Any, data: Any, step: int, left_out: int) -> dict[str, Any]:
+    """What is saved beside the arrays. The data position is the number of batches taken or left out: their order is a function
+    of it."""
     return {
         "format": FORMAT,
         "step": step,
         "config": to_dict(job.config),
         "mesh": dict(job.layout.sizes),
-        "data": {"next_batch": step, "seed": job.config.data.seed, **data.facts},
+        "data": {"next_batch": step + left_out, "seed": job.config.data.seed, **data.facts},
     }
 
 

@@ -2,9 +2,10 @@
 
 The state is one pytree of plain nested dicts, in exactly the form that a checkpoint has on disk:
 
-    params/<path>    optimizer/<slot>/<path>    counters/{step, updates, skipped, bad_step, loss_scale, good_steps}
+    params/<path>    optimizer/<slot>/<path>    counters/{step, updates, skipped, ...}
 
-`step` counts batches, `updates` the updates that were applied; they differ where an update was skipped.
+`step` counts batches, `updates` the updates that were applied; they differ where an update was skipped. `faults.py` and
+`optimizers/loss_scale.py` have the other counters.
 """
 
 from collections.abc import Callable
@@ -13,14 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlm import faults
 from jaxlm.config import Config
 from jaxlm.optimizers import loss_scale
 
 
 def initial_counters(config: Config) -> dict[str, jax.Array]:
-    """The counters at step 0. `bad_step` is the first step whose loss or gradients were not finite, or -1."""
-    counters = {name: jnp.zeros((), jnp.int32) for name in ("step", "updates", "skipped")}
-    counters["bad_step"] = jnp.full((), -1, jnp.int32)
+    """The counters at step 0."""
+    counters = {**{name: jnp.zeros((), jnp.int32) for name in ("step", "updates", "skipped")}, **faults.initial_counters()}
     if config.precision.scales_loss:
         scale = loss_scale.init(config.precision)
         counters |= {"loss_scale": scale["scale"], "good_steps": scale["good_steps"]}
@@ -92,17 +93,16 @@ def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any) -> 
         step = counters["step"] + 1
 
         def accept(grad_norm):
-            finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-            # Once a run is to be stopped, nothing may change any more: the loop looks only at logged steps.
-            return finite & (counters["bad_step"] < 0) if config.faults.on_nonfinite == "stop" else finite
+            return faults.is_fine(config.faults, counters, loss, grad_norm)
 
         new_params, new_slots, facts = optimizer.update(gradients, state["optimizer"], params, step=counters["step"],
                                                         updates=counters["updates"], accept=accept)
         applied = facts.pop("applied")
         # Under loss scaling an overflow is expected, as long as the scale can still fall.
-        bad = ~applied & (scale <= loss_scale.SMALLEST) if config.precision.scales_loss else ~applied
-        new_counters = dict(counters, step=step, updates=counters["updates"] + applied, skipped=counters["skipped"] + ~applied,
-                            bad_step=jnp.where((counters["bad_step"] < 0) & bad, step, counters["bad_step"]))
+        excused = scale > loss_scale.SMALLEST if config.precision.scales_loss else False
+        new_counters = {**counters, "step": step, "updates": counters["updates"] + applied,
+                        "skipped": counters["skipped"] + ~applied,
+                        **faults.counted(config.faults, counters, loss, facts["grad_norm"], excused)}
         if config.precision.scales_loss:
             adjusted = loss_scale.adjust({"scale": scale, "good_steps": counters["good_steps"]}, applied, config.precision)
             new_counters |= {"loss_scale": adjusted["scale"], "good_steps": adjusted["good_steps"]}

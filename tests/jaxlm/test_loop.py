@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm import loop as module
-from jaxlm.errors import RunError, Stopped
+from jaxlm import faults, loop as module
+from jaxlm.errors import RollBack, RunError, Stopped
 from jaxlm.job import build_job
 from jaxlm.loop import run_loop
 from jaxlm.train import out_of_memory_explained
@@ -21,7 +21,7 @@ class Stop:
     def __init__(self, looks):
         self.looks = looks
 
-    def agreed(self):
+    def reached(self, step):
         self.looks -= 1
         return "SIGTERM" if self.looks < 0 else None
 
@@ -64,19 +64,18 @@ class Profile:
         return False
 
 
-def loop(stop, *, bad_step=-1, stop_at=20, evaluate=None, on_save=lambda rows: None, **leaves):
+def loop(stop, *, bad_step=-1, stop_at=20, evaluate=None, check_replicas=None, on_save=lambda rows: None, **leaves):
     class Job:
         config = config_of(**leaves)
         to_saved = staticmethod(lambda state: state)
 
-    metrics = dict(
-        loss=np.float32(1), grad_norm=np.float32(1), learning_rate=np.float32(1), skipped=np.int32(0), bad_step=np.int32(bad_step)
-    )
+    metrics = dict(loss=np.float32(1), grad_norm=np.float32(1), learning_rate=np.float32(1), skipped=np.int32(0))
+    metrics |= {name: np.asarray(value) for name, value in faults.initial_counters().items()}
     count = itertools.count(1)
 
     def train_step(state, batch):
         step = next(count)
-        return {"params": {}}, {**metrics, "bad_step": np.int32(bad_step if 0 < bad_step <= step else -1)}
+        return {"params": {}, "optimizer": {}}, {**metrics, "bad_step": np.int32(bad_step if 0 < bad_step <= step else -1)}
 
     recorder = Recorder()
     checkpoints = Checkpoints(lambda: on_save(recorder.rows))
@@ -94,6 +93,7 @@ def loop(stop, *, bad_step=-1, stop_at=20, evaluate=None, on_save=lambda rows: N
             about=lambda step: {},
             evaluate=evaluate,
             sample=None,
+            check_replicas=check_replicas,
             profile=Profile(),
             stop=stop,
         )
@@ -121,6 +121,23 @@ def test_bad_numbers_stop_the_run_before_anything_is_saved():
 def test_bad_numbers_between_logged_rows_are_seen_before_a_save():
     error, rows, saved = loop(Stop(10**6), bad_step=2, checkpoint__every=4)
     assert "not finite at step 2" in str(error) and saved == [] and [row["step"] for row in rows] == [1]
+
+
+def test_a_bad_step_that_is_declared_to_send_the_run_back_does_and_saves_nothing():
+    error, _, saved = loop(Stop(10**6), bad_step=12, checkpoint__every=5, faults__on_nonfinite="rollback")
+    assert isinstance(error, RollBack) and error.facts.step == 12 and saved == [5, 10]
+
+
+def test_replicas_are_compared_when_it_is_time_and_before_a_save():
+    calls = []
+    loop(Stop(10**6), stop_at=9, check_replicas=calls.append, faults__replica_check_every=4)
+    assert calls == [{"params": {}, "optimizer": {}}] * 2
+
+    def differ(tree):
+        raise RunError("copies differ")
+
+    error, _, saved = loop(Stop(10**6), check_replicas=differ, faults__replica_check_every=4, checkpoint__every=4)
+    assert str(error) == "copies differ" and saved == []
 
 
 def test_the_time_of_a_step_includes_waiting_for_its_numbers(monkeypatch):

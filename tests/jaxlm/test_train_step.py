@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.faults import NOT_FINITE
 from jaxlm.job import build_job
 from jaxlm.train import compile_train_step
 from jaxlm.train_step import split_microbatches
@@ -48,7 +49,7 @@ def poisoned(state, value=jnp.nan):
 
 
 @pytest.mark.parametrize("leaves", [{}, dict(precision__compute="bfloat16"), dict(train__gradient_accumulation=2)])
-@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip", "rollback"])
 def test_a_step_that_is_not_finite_changes_nothing_but_counters(leaves, on_nonfinite):
     job, step = compiled(mesh__data=1, faults__on_nonfinite=on_nonfinite, **leaves)
     bad = poisoned(state_of(job))
@@ -57,11 +58,12 @@ def test_a_step_that_is_not_finite_changes_nothing_but_counters(leaves, on_nonfi
     assert not np.isfinite(metrics["loss"])
     after = host(after)
     assert same_bits(after["params"], before["params"]) and same_bits(after["optimizer"], before["optimizer"])
-    counters = {name: int(value) for name, value in after["counters"].items()}
-    assert counters == dict(step=1, updates=0, skipped=1, bad_step=1)
+    counters = {name: int(after["counters"][name]) for name in ("step", "updates", "skipped", "bad_step", "bad_kind")}
+    waits = on_nonfinite != "skip"
+    assert counters == dict(step=1, updates=0, skipped=1, bad_step=1 if waits else -1, bad_kind=NOT_FINITE if waits else 0)
 
 
-@pytest.mark.parametrize("on_nonfinite, applied", [("stop", 0), ("skip", 1)])
+@pytest.mark.parametrize("on_nonfinite, applied", [("stop", 0), ("rollback", 0), ("skip", 1)])
 def test_after_a_bad_step_a_run_that_stops_is_frozen_and_one_that_skips_goes_on(on_nonfinite, applied):
     job, step = compiled(mesh__data=1, faults__on_nonfinite=on_nonfinite)
     state = state_of(job)
