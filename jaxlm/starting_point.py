@@ -172,9 +172,13 @@ def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> str:
 
 
 def _wanted(point: StartingPoint, job: Any) -> dict[str, Any]:
-    """Abstract arrays of what is read."""
+    """Abstract arrays of what is read. Counters that the checkpoint does not have, since it was written before there were any,
+    are not among them."""
     saved = job.abstract_saved()
-    return saved if point.whole else {"params": saved["params"]}
+    if not point.whole:
+        return {"params": saved["params"]}
+    there = point.reader().shapes(point.saved_step)
+    return {**saved, "counters": {name: x for name, x in saved["counters"].items() if f"counters/{name}" in there}}
 
 
 def load(point: StartingPoint, job: Any) -> dict[str, Any]:
@@ -186,4 +190,4 @@ def load(point: StartingPoint, job: Any) -> dict[str, Any]:
         state = job.initialise()
         read = flatten(job.from_saved(found))
         return unflatten({path: read.get(path, x) for path, x in flatten(state).items()})
-    return job.from_saved(found)
+    return job.from_saved({**found, "counters": {**job.initial_counters(), **found["counters"]}})

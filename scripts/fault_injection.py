@@ -214,9 +214,9 @@ def arrays(folder: pathlib.Path, step: int) -> dict[str, bytes]:
     import jax
     import numpy as np
 
-    from jaxlm.checkpoint import Checkpoints
+    from jaxlm.checkpoints import Checkpoints
 
-    reader = Checkpoints(folder / "checkpoints", read_only=True)
+    reader = Checkpoints(folder / "checkpoints")
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract: dict = {}
     for path, (shape, dtype) in reader.shapes(step).items():

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from jaxlm.checkpoint import Checkpoints
+from jaxlm.checkpoints import Checkpoints
 from jaxlm.logs import read_rows
 from tests.system.commands import TINY, run
 from tests.system.test_resume import arrays, losses, same_bits
@@ -45,7 +45,7 @@ def test_a_spike_sends_the_run_back_and_past_the_data(whole):
     assert [row["step"] for row in rows(folder)] == list(range(1, 91))
     assert 1 <= last["rollbacks"] == out.count("over config.faults.spike_threshold") and last["left_out"] >= last["rollbacks"]
     assert f"(rollback {last['rollbacks']} of 20)" in out
-    assert Checkpoints(folder / "checkpoints", read_only=True).about(90)["data"]["next_batch"] == 90 + last["left_out"]
+    assert Checkpoints(folder / "checkpoints").about(90)["data"]["next_batch"] == 90 + last["left_out"]
 
 
 def test_a_run_that_is_stopped_after_going_back_ends_with_the_same_bits(whole, text, tmp_path):
