@@ -67,11 +67,11 @@ class Job:
         make = jax.jit(self.initial_state, out_shardings=self.shardings(), compiler_options=options)
         return make(jax.random.key(self.config.train.seed))
 
-    def set_counters(self, state: dict[str, Any], values: dict[str, int]) -> dict[str, Any]:
-        """The state with some counters replaced, on every device."""
-        counters, places = state["counters"], self.shardings()["counters"]
-        new = {name: jax.device_put(np.asarray(value, counters[name].dtype), places[name]) for name, value in values.items()}
-        return {**state, "counters": {**counters, **new}}
+    def set_counters(self, state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+        """The state with some counters replaced or added, on every device."""
+        like, places = jax.eval_shape(lambda: initial_counters(self.config)), self.shardings()["counters"]
+        new = {name: jax.device_put(np.asarray(value, like[name].dtype), places[name]) for name, value in values.items()}
+        return {**state, "counters": {**state["counters"], **new}}
 
     def initial_state(self, key: jax.Array) -> dict[str, Any]:
         """The state at step 0; traceable."""

@@ -11,6 +11,7 @@ from jaxlm.checkpoints import Checkpoints, Selection, find_source, saved_steps
 from jaxlm.config import Config
 from jaxlm.errors import RunError
 from jaxlm.run_directory import load_saved_config, model_differences
+from jaxlm.train_step import initial_counters
 from partitioning.declaration import DeclarationError
 from partitioning.paths import flatten, unflatten
 
@@ -190,4 +191,5 @@ def load(point: StartingPoint, job: Any) -> dict[str, Any]:
         state = job.initialise()
         read = flatten(job.from_saved(found))
         return unflatten({path: read.get(path, x) for path, x in flatten(state).items()})
-    return job.from_saved({**found, "counters": {**job.initial_counters(), **found["counters"]}})
+    new = {name: value for name, value in initial_counters(job.config).items() if name not in found["counters"]}
+    return job.set_counters(job.from_saved(found), new)
