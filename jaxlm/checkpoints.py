@@ -48,7 +48,7 @@ class Checkpoints:
         self._config, self._saving = config, 0
         read_only = config is None
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=None if read_only else _Kept(config, self._metrics),
+            preservation_policy=None if read_only else _Kept(config, self),
             enable_async_checkpointing=not read_only,
             async_options=None if read_only else ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
             create=not read_only,
@@ -63,8 +63,8 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """The complete checkpoints, oldest first."""
-        return sorted(self._manager.all_steps())
+        """The complete checkpoints, oldest first. (Orbax's own list has those that failed to be written, too.)"""
+        return [int(name) for name in saved_steps(self.directory.parent)]
 
     def save(self, step: int, state: Any, about: dict[str, Any]) -> None:
         """Starts to save; returns when the arrays have been copied out of the devices' way, or, if not `asynchronous`, when all
@@ -78,7 +78,7 @@ class Checkpoints:
         Raises:
           RunError: this save or the one before it failed (no space, no permission); what was saved before is whole.
         """
-        if step in self._manager.all_steps():
+        if step in self.steps():
             return
         # Asked beforehand: a write that fails half-way makes the libraries below print a stack for each array.
         need = sum(x.nbytes for x in jax.tree.leaves(state)) // jax.process_count()
@@ -106,6 +106,8 @@ class Checkpoints:
             reason = disk_trouble(error)
             if reason is None:
                 raise
+            if jax.process_count() == 1:       # what there is of it takes room, and helps nobody
+                shutil.rmtree(self.directory / f"{step}.orbax-checkpoint-tmp", ignore_errors=True)
             self._fail(step, reason, error)
 
     def _fail(self, step: int, reason: str, error: Exception | None = None):
@@ -129,7 +131,7 @@ class Checkpoints:
         found = manifest.verify(folder, jax.process_index(), jax.process_count())
         return sorted(set(_of_all_processes(found)))
 
-    def _metrics(self, step: int) -> dict[str, float]:
+    def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a step, or none, if they cannot be read."""
         with contextlib.suppress(RunError):
             return self.about(step).get("metrics") or {}
@@ -294,18 +296,19 @@ class _Kept:
     """Which checkpoints stay when a new one is complete: the newest `keep`, every one whose step is a multiple of `keep_every`,
     and the best by `best_metric`. In the form of Orbax's preservation policies."""
 
-    def __init__(self, config: CheckpointConfig, metrics: Callable[[int], dict[str, float]]):
-        self._config, self._metrics = config, metrics
+    def __init__(self, config: CheckpointConfig, checkpoints: Checkpoints):
+        self._config, self._checkpoints = config, checkpoints
 
     def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
         """For each checkpoint (they have a `step`), whether it stays."""
         del context
         steps, config = [checkpoint.step for checkpoint in checkpoints], self._config
-        kept = set(sorted(steps)[-config.keep:])
+        whole = sorted({*self._checkpoints.steps(), max(steps, default=0)} & {*steps})      # the newest is being written
+        kept = set(whole[-config.keep:])
         if config.keep_every:
             kept |= {step for step in steps if step % config.keep_every == 0}
         if config.best_metric:
-            values = {step: self._metrics(step).get(config.best_metric) for step in sorted(steps)[:-1]}
+            values = {step: self._checkpoints.metrics(step).get(config.best_metric) for step in whole[:-1]}
             values = {step: value for step, value in values.items() if value is not None}
             if values:
                 kept.add((min if config.best_mode == "min" else max)(values, key=values.get))

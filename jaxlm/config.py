@@ -156,15 +156,24 @@ class CheckpointConfig:
     """What is saved, when, and what a run starts from."""
 
     every: int = leaf(500, "steps between checkpoints (0: only at the end)", at_least=0)
+    every_minutes: float = leaf(
+        0.0, "minutes from a checkpoint to the next (0: never); several processes look at logged steps", at_least=0
+    )
     keep: int = leaf(2, "newest checkpoints to keep", at_least=1)
     keep_every: int = leaf(0, "keep those of steps that are multiples of this for ever, too (0: none)", at_least=0)
     best_metric: str | None = leaf(
         None, "keep the checkpoint that is best by this figure of an evaluation at its step, too", choices=("eval_loss",)
     )
     best_mode: str = leaf("min", "whether the best is the smallest or the largest", choices=("min", "max"))
+    on_save_error: str = leaf(
+        "stop", "no room or permission to save: stop the run, or continue without", choices=("stop", "continue")
+    )
     asynchronous: bool = leaf(True, "write in the background while training goes on")
     restore_from: str | None = leaf(None, "a run directory or checkpoint to start from, when the workdir has none")
     restore: str = leaf("params", "what restore_from gives", choices=("params", "all"))
+    reset: tuple[str, ...] = leaf(
+        (), "with restore = 'all': what starts anew all the same", choices=("optimizer", "step", "data")
+    )
     include: tuple[str, ...] = leaf(
         (), "regular expressions on paths: the parameters that restore_from gives, the others start at random (empty: all)"
     )
@@ -331,6 +340,11 @@ def _check_selection(checkpoint: CheckpointConfig) -> None:
                 re.compile(pattern)
             except re.error as error:
                 raise DeclarationError(f"config.checkpoint.{key}: {pattern!r} is no regular expression: {error}.") from None
+    if checkpoint.reset and checkpoint.restore != "all":
+        raise DeclarationError(
+            f"config.checkpoint.reset = {checkpoint.reset!r} starts parts of the whole state anew, but restore = "
+            f"{checkpoint.restore!r} takes the parameters alone; set restore = 'all'."
+        )
     if checkpoint.include and checkpoint.restore == "all":
         raise DeclarationError(
             "config.checkpoint.include takes some parameters from restore_from, but restore = 'all' takes the whole state; "

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxlm import faults
 from jaxlm.checkpoints import Checkpoints
-from jaxlm.errors import Stopped
+from jaxlm.errors import RunError, Stopped
 from jaxlm.flops import model_flops_per_token, peak_flops
 from jaxlm.job import Job
 from jaxlm.signals import StopFlag
@@ -93,6 +95,28 @@ def run_loop(
     ahead = 0 if jax.devices()[0].platform == "cpu" and jax.local_device_count() > 1 else IN_FLIGHT
     clock = Clock()
     waited = feed.wait_seconds
+    saved_at = time.monotonic()
+
+    def is_time(logs: bool) -> bool:
+        """Whether a save is due by the clock; several processes go by that of the first, where they meet anyway."""
+        minutes = config.checkpoint.every_minutes
+        if not minutes or (jax.process_count() > 1 and not logs):
+            return False
+        late = time.monotonic() - saved_at >= 60 * minutes
+        return late if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.array(late)))
+
+    def save(step: int, figures: dict) -> None:
+        nonlocal saved_at
+        saved_at = time.monotonic()
+        facts = {**about(step), **({"metrics": figures} if figures else {})}
+        # The save before this one may have failed in the background.
+        for action in (checkpoints.wait, lambda: checkpoints.save(step, job.to_saved(state), facts)):
+            try:
+                clock.skip(action)
+            except RunError as error:
+                if config.checkpoint.on_save_error == "stop":
+                    raise
+                recorder.line(f"WARNING: {error} Going on without it (config.checkpoint.on_save_error).")
 
     def read(step: int, metrics: Any, write: bool) -> None:
         """Waits for the step's numbers; writes them as a row when one is due; stops on bad ones as configured."""
@@ -131,7 +155,7 @@ def run_loop(
         reason = stop.reached(step)  # asked once a step: a signal that comes later ends the next one
         ends = step == stop_at or reason is not None
         logs = train.log_every > 0 and (step == start + 1 or ends or is_due(step, train.log_every))
-        saves = ends or is_due(step, config.checkpoint.every)
+        saves = ends or is_due(step, config.checkpoint.every) or is_time(logs)
         evaluates = evaluate is not None and (step == train.steps or is_due(step, train.eval_every))
         samples = sample is not None and is_due(step, train.sample_every)
         compares = check_replicas is not None and is_due(step, config.faults.replica_check_every)
@@ -139,12 +163,13 @@ def run_loop(
             read(step, metrics, logs)
         if compares:
             clock.skip(lambda: check_replicas({name: state[name] for name in ("params", "optimizer")}))
+        figures = clock.skip(lambda: evaluate(state["params"])) if evaluates else {}
         if evaluates:
-            recorder.row({"step": step, **clock.skip(lambda: evaluate(state["params"]))})
+            recorder.row({"step": step, **figures})
         if samples:
             recorder.text(step, clock.skip(lambda: sample(state["params"])))
         if saves:
-            clock.skip(lambda: checkpoints.save(step, job.to_saved(state), about(step)))
+            save(step, figures)
         if reason is not None and step < stop_at:
             checkpoints.wait()
             raise Stopped(f"{reason}: stopped after step {step}, saved.")

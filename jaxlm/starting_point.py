@@ -31,6 +31,7 @@ class StartingPoint:
     damaged: steps of those that are newer than the one to read, and damaged.
     notes: lines to be shown: what is damaged.
     selection: which arrays to read, and their names there.
+    reset: of a whole state, the parts that start anew: optimizer, step, data.
     """
 
     step: int
@@ -42,6 +43,7 @@ class StartingPoint:
     damaged: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     selection: Selection = Selection()
+    reset: tuple[str, ...] = ()
 
     def reader(self) -> Checkpoints:
         return Checkpoints(self.run / "checkpoints")
@@ -79,7 +81,9 @@ def find(config: Config, workdir: pathlib.Path, *, scheduled: bool = False) -> S
     note = verified(reader, step)
     selection = Selection(config.checkpoint.include, config.checkpoint.rename)
     words = f"{path}, step {step}{note}"
-    return StartingPoint(step if whole else 0, path, step, whole, words, selection=selection)
+    reset = config.checkpoint.reset
+    start = step if whole and "step" not in reset else 0
+    return StartingPoint(start, path, step, whole, words, selection=selection, reset=reset)
 
 
 def _newest(workdir: pathlib.Path, names: tuple[str, ...], every: int) -> StartingPoint:
@@ -155,11 +159,12 @@ def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> str:
     except DeclarationError as error:
         keys = model_differences(load_saved_config(point.run), job.config)
         raise DeclarationError(str(error) + "".join(f"\n{line}" for line in keys)) from None
-    words = f"{point.words} ({len(found)} arrays: {'the whole state' if point.whole else 'parameters alone'})"
+    anew = f" but for {', '.join(point.reset)}" if point.reset else ""
+    words = f"{point.words} ({len(found)} arrays: {f'the whole state{anew}' if point.whole else 'parameters alone'})"
     others = [path.removeprefix("params/") for path in flatten(saved) if path not in found]
     if others:
         words += f"; at random, seed {job.config.train.seed}: {', '.join(others)}"
-    if not point.whole or allow_change:
+    if not point.whole or allow_change or "data" in point.reset:
         return words
     saved = reader.about(point.saved_step)["data"]
     changed = [f"{name}: {saved[name]} -> {data.facts[name]}" for name in DATA_FACTS if saved[name] != data.facts[name]]
@@ -179,7 +184,8 @@ def _wanted(point: StartingPoint, job: Any) -> dict[str, Any]:
     if not point.whole:
         return {"params": saved["params"]}
     there = point.reader().shapes(point.saved_step)
-    return {**saved, "counters": {name: x for name, x in saved["counters"].items() if f"counters/{name}" in there}}
+    counters = {name: x for name, x in saved["counters"].items() if f"counters/{name}" in there}
+    return {name: group for name, group in {**saved, "counters": counters}.items() if name not in point.reset}
 
 
 def load(point: StartingPoint, job: Any) -> dict[str, Any]:
@@ -191,5 +197,12 @@ def load(point: StartingPoint, job: Any) -> dict[str, Any]:
         state = job.initialise()
         read = flatten(job.from_saved(found))
         return unflatten({path: read.get(path, x) for path, x in flatten(state).items()})
-    new = {name: value for name, value in initial_counters(job.config).items() if name not in found["counters"]}
+    initial = initial_counters(job.config)
+    new = {name: value for name, value in initial.items() if name not in found["counters"]}
+    if "step" in point.reset:
+        new = {**initial, "left_out": point.reader().about(point.saved_step)["data"]["next_batch"]}
+    if "data" in point.reset:                  # step s takes batch s - 1 + left_out
+        new["left_out"] = -point.step
+    if "optimizer" in point.reset:
+        found = {**found, "optimizer": job.to_saved({"optimizer": job.initialise()["optimizer"]})["optimizer"]}
     return job.set_counters(job.from_saved(found), new)

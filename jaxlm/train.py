@@ -41,6 +41,9 @@ def run(flags: argparse.Namespace, workdir: pathlib.Path, config: Config, remark
 
     if peers is not None and not flags.workdir:
         raise DeclarationError(f"{peers.count} processes need one run directory: pass --workdir=DIR that all can reach.")
+    if peers is not None and config.checkpoint.on_save_error == "continue":
+        raise DeclarationError("config.checkpoint.on_save_error = 'continue' is for a single process: of several, one that could "
+                               "not save and the others that could would wait for each other. Set it to 'stop'.")
     say = print if jax.process_index() == 0 else (lambda *_: None)
 
     from jaxlm.data import open_data

@@ -33,14 +33,18 @@ class Recorder:
     def row(self, row):
         self.rows.append(row)
 
+    def line(self, line):
+        self.rows.append({"line": line})
+
 
 class Checkpoints:
     def __init__(self, on_save):
         self.saved, self.on_save = [], on_save
 
     def save(self, step, state, about):
-        self.saved.append(step)
         self.on_save()
+        self.saved.append(step)
+        self.about = about
 
     def steps(self):
         return self.saved
@@ -184,3 +188,29 @@ def test_running_out_of_memory_names_the_largest_arrays_and_what_to_change(error
         raise error
     with pytest.raises(jax.errors.JaxRuntimeError, match="another"), out_of_memory_explained(job):
         raise jax.errors.JaxRuntimeError("INTERNAL: another")
+
+
+def test_a_checkpoint_is_saved_when_so_many_minutes_have_gone_by(monkeypatch):
+    now = itertools.count(0, 20)
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))            # 20 s from a look to the next
+    _, _, saved = loop(Stop(10**6), checkpoint__every_minutes=1.0)
+    assert saved == [3, 6, 9, 12, 15, 18, 20]
+    assert loop(Stop(10**6), checkpoint__every_minutes=0.0)[2] == [20]
+
+
+@pytest.mark.parametrize("reaction", ["stop", "continue"])
+def test_a_save_that_fails_stops_the_run_or_is_told_and_left(reaction):
+    fails = iter([True, False, False, False, False])
+
+    def on_save(rows):
+        if next(fails):
+            raise RunError("the checkpoint of step 5 could not be written")
+
+    error, rows, saved = loop(Stop(10**6), on_save=on_save, checkpoint__every=5, checkpoint__on_save_error=reaction)
+    lines = [row["line"] for row in rows if "line" in row]
+    if reaction == "stop":
+        assert isinstance(error, RunError) and saved == [] and lines == []
+    else:
+        assert error is None and saved == [10, 15, 20]
+        (line,) = lines
+        assert line.startswith("WARNING: the checkpoint of step 5 could not be written Going on without it")

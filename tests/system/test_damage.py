@@ -133,3 +133,36 @@ def test_what_stays_is_the_newest_every_so_many_and_the_best(tmp_path):
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2, 4, 7]
     with pytest.raises(RunError, match="cannot be read"):
         Checkpoints(tmp_path / "checkpoints").restore(3, {})
+
+
+def test_a_save_that_fails_leaves_nothing_and_the_next_ones_are_made(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", to_config({}).checkpoint)
+    state = {"params": {"kernel": jax.numpy.ones((4,))}}
+    checkpoints.save(1, state, {"format": 2})
+    checkpoints.wait()
+    write = manifest.write
+    monkeypatch.setattr(manifest, "write", lambda folder: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    checkpoints.save(2, state, {"format": 2})
+    with pytest.raises(RunError, match=r"step 2 could not be written .* no space left on the disk. .* that are whole: 1\."):
+        checkpoints.wait()
+    monkeypatch.setattr(manifest, "write", write)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1"} and checkpoints.steps() == [1]
+    for step in (2, 3):
+        checkpoints.save(step, state, {"format": 2})
+    checkpoints.close()
+    assert checkpoints.steps() == [2, 3] and checkpoints.damage(3) == []
+
+
+@pytest.mark.parametrize("reset, first", [("optimizer", 9), ("step", 1), ("data", 9), ("optimizer,step,data", 1)])
+def test_what_is_reset_starts_anew_and_the_rest_goes_on(reset, first, whole, tmp_path):
+    keys = (f"--config={TINY}", f"--config.checkpoint.restore_from={whole}/checkpoints/8", "--config.checkpoint.restore=all",
+            f"--config.checkpoint.reset={reset}", "--config.train.steps=12", "--config.train.log_every=1")
+    out = run("train", *keys, f"--workdir={tmp_path / 'run'}", "--config.train.stop_at=12")
+    parts = reset.split(",")
+    assert f"the whole state but for {', '.join(parts)})" in out
+    assert min(losses(tmp_path / "run")) == first
+    there, here = arrays(whole, 8), arrays(tmp_path / "run", 12)
+    next_batch = Checkpoints(tmp_path / "run" / "checkpoints").about(12)["data"]["next_batch"]
+    steps = 12 - first + 1
+    assert next_batch == (steps if "data" in parts else 8 + steps)
+    assert int(here["['counters']['updates']"]) == (12 if "step" not in parts else 12) and there.keys() == here.keys()
