@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlm import commandline, manifest
-from jaxlm.checkpoints import Checkpoints, find_source
+from jaxlm.checkpoints import Checkpoints, find_source, set_aside_names
+from jaxlm.errors import RunError
 from jaxlm.restored import choose_step
 from jaxlm.starting_point import verified
 from partitioning.declaration import DeclarationError
@@ -48,10 +49,16 @@ def facts(reader: Checkpoints, step: int) -> Facts:
 
 
 def list_(path: pathlib.Path, reader: Checkpoints, flags: argparse.Namespace) -> int:
-    found = [facts(reader, step) for step in reader.steps()]
-    aside = sorted(entry.name for entry in reader.directory.iterdir() if ".damaged" in entry.name)
+    found, unreadable = [], []
+    for step in reader.steps():
+        try:
+            found.append(facts(reader, step))
+        except (RunError, KeyError, OSError, AttributeError):   # damaged, or deleted half-way
+            unreadable.append(step)
+    aside = set_aside_names(path)
     if flags.json:
-        print(json.dumps({"run": str(path), "checkpoints": [dataclasses.asdict(one) for one in found], "aside": aside}))
+        print(json.dumps({"run": str(path), "checkpoints": [dataclasses.asdict(one) for one in found],
+                          "unreadable": unreadable, "aside": aside}))
         return 0
     rows = [("step", "size", "written", "mesh", "checksums", "metrics")]
     for one in found:
@@ -60,6 +67,8 @@ def list_(path: pathlib.Path, reader: Checkpoints, flags: argparse.Namespace) ->
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    for step in unreadable:
+        print(f"cannot be read: {step} (`verify` says more)")
     for name in aside:
         print(f"moved aside: {name}")
     return 0

@@ -83,7 +83,7 @@ class Checkpoints:
         # Asked beforehand: a write that fails half-way makes the libraries below print a stack for each array.
         need = sum(x.nbytes for x in jax.tree.leaves(state)) // jax.process_count()
         free = shutil.disk_usage(self.directory).free
-        if free < need:
+        if _any_process(free < need):          # all or none begin, or those that did would wait for the others
             self._fail(
                 step, f"no space left on the disk (it takes about {need / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free)"
             )
@@ -111,6 +111,7 @@ class Checkpoints:
             self._fail(step, reason, error)
 
     def _fail(self, step: int, reason: str, error: Exception | None = None):
+        self._manager.reload()                 # it counts the one that failed, and would delete an older one for it
         kept = ", ".join(map(str, self.steps())) or "none"
         raise RunError(
             f"the checkpoint of step {step} could not be written below {self.directory}: {reason}. "
@@ -309,7 +310,7 @@ class _Kept:
             kept |= {step for step in steps if step % config.keep_every == 0}
         if config.best_metric:
             values = {step: self._checkpoints.metrics(step).get(config.best_metric) for step in whole[:-1]}
-            values = {step: value for step, value in values.items() if value is not None}
+            values = {step: value for step, value in values.items() if value is not None and value == value}      # no NaN
             if values:
                 kept.add((min if config.best_mode == "min" else max)(values, key=values.get))
         return [step in kept for step in steps]
@@ -320,6 +321,11 @@ def _first_format(folder: pathlib.Path) -> bool:
         return json.loads((folder / "about" / "metadata").read_text("utf-8"))["format"] == 1
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _any_process(yes: bool) -> bool:
+    """Whether any of the processes says yes. All must ask."""
+    return bool(_of_all_processes(["yes"] if yes else []))
 
 
 def _of_all_processes(lines: list[str]) -> list[str]:
@@ -405,6 +411,12 @@ def find_source(source: str) -> tuple[pathlib.Path, int | None]:
             f"{source} does not exist; {path / 'checkpoints'} holds: {', '.join(saved_steps(path)) or 'nothing'}."
         )
     return path, step
+
+
+def set_aside_names(workdir: pathlib.Path) -> list[str]:
+    """Names of the damaged checkpoints that a run has moved aside."""
+    folder = workdir / "checkpoints"
+    return sorted(p.name for p in folder.iterdir() if ".damaged" in p.name) if folder.is_dir() else []
 
 
 def saved_steps(workdir: pathlib.Path) -> list[str]:

@@ -43,9 +43,9 @@ class BadStep:
 
 def initial_counters() -> dict[str, jax.Array]:
     """The counters at step 0. `bad_step` is the step past which the run must not go, or -1, with its kind and loss."""
-    zero, nothing = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-    return {"spikes": zero, "loss_mean": nothing, "losses": zero, "rollbacks": zero, "left_out": zero,
-            "bad_step": jnp.full((), -1, jnp.int32), "bad_kind": zero, "bad_loss": nothing}
+    whole = {name: jnp.zeros((), jnp.int32) for name in ("spikes", "losses", "rollbacks", "left_out", "bad_kind")}
+    real = {name: jnp.zeros((), jnp.float32) for name in ("loss_mean", "bad_loss")}
+    return {**whole, **real, "bad_step": jnp.full((), -1, jnp.int32)}
 
 
 def is_fine(faults: FaultsConfig, counters: dict[str, jax.Array], loss: jax.Array, grad_norm: jax.Array) -> jax.Array:

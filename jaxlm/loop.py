@@ -171,7 +171,14 @@ def run_loop(
         if saves:
             save(step, figures)
         if reason is not None and step < stop_at:
-            checkpoints.wait()
+            finish(checkpoints, step)
             raise Stopped(f"{reason}: stopped after step {step}, saved.")
-    checkpoints.wait()
+    finish(checkpoints, stop_at)
     return state
+
+
+def finish(checkpoints: Checkpoints, step: int) -> None:
+    """Waits for the last save. A run that may go on without a checkpoint has nothing to go on with at its end."""
+    checkpoints.wait()
+    if step not in checkpoints.steps():
+        raise RunError(f"the run ends at step {step}, but the checkpoint of this step could not be written (see above).")

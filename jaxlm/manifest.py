@@ -29,6 +29,8 @@ def write(folder: pathlib.Path) -> None:
         if isinstance(found, OSError):
             raise found
         sums[name].append(found)
+    for name in files:         # where the library that wrote it has not seen to that
+        _to_disk(folder / name)
     body = {"block_bytes": BLOCK, "files": {name: {"bytes": files[name], "crc32": sums[name]} for name in files}}
     draft = folder / f"{NAME}.draft"
     with open(draft, "w", encoding="utf-8") as handle:
@@ -36,9 +38,16 @@ def write(folder: pathlib.Path) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(draft, folder / NAME)
-    handle = os.open(folder, os.O_RDONLY)
+    for inner in (path for path in folder.rglob("*") if path.is_dir()):
+        _to_disk(inner)
+    _to_disk(folder)           # the names too
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    """Returns when a file's bytes, or the names in a folder, would survive the loss of power."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)       # the name too
+        os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jaxlm.checkpoints import Checkpoints, Selection, find_source, saved_steps
+from jaxlm.checkpoints import Checkpoints, Selection, find_source, saved_steps, set_aside_names
 from jaxlm.config import Config
 from jaxlm.errors import RunError
 from jaxlm.run_directory import load_saved_config, model_differences
@@ -65,6 +65,12 @@ def find(config: Config, workdir: pathlib.Path, *, scheduled: bool = False) -> S
     if names:
         every = config.checkpoint.every if scheduled else 0
         return _newest(workdir, names, every)
+    aside = set_aside_names(workdir)
+    if aside:
+        raise RunError(
+            f"{workdir / 'checkpoints'} holds {', '.join(aside)}, which were damaged and moved aside, and no checkpoint that is "
+            "whole. Nothing was touched; put a checkpoint there from a copy, or move these away to start anew."
+        )
     source = config.checkpoint.restore_from
     if not source:
         return StartingPoint(0, None, 0, False, f"random, seed {config.train.seed}")
@@ -198,7 +204,8 @@ def load(point: StartingPoint, job: Any) -> dict[str, Any]:
         read = flatten(job.from_saved(found))
         return unflatten({path: read.get(path, x) for path, x in flatten(state).items()})
     initial = initial_counters(job.config)
-    new = {name: value for name, value in initial.items() if name not in found["counters"]}
+    # A bad step of the past was dealt with as configured then.
+    new = {name: value for name, value in initial.items() if name not in found["counters"] or name == "bad_step"}
     if "step" in point.reset:
         new = {**initial, "left_out": point.reader().about(point.saved_step)["data"]["next_batch"]}
     if "data" in point.reset:                  # step s takes batch s - 1 + left_out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -75,3 +76,12 @@ def test_mistakes_are_told(whole, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     assert "give a folder that is new or empty" in run("checkpoint", "export", whole, tmp_path / "full", status=2)
+
+
+def test_a_checkpoint_that_was_deleted_half_way_does_not_hide_the_others(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "checkpoints" / "4" / "about")
+    out = run("checkpoint", "list", tmp_path / "copy")
+    assert "cannot be read: 4" in out and any(line.startswith("8 ") for line in out.splitlines())
+    listed = json.loads(run("checkpoint", "list", tmp_path / "copy", "--json"))
+    assert listed["unreadable"] == [4] and [one["step"] for one in listed["checkpoints"]] == [8]

@@ -92,6 +92,13 @@ def test_where_all_are_damaged_nothing_is_started_and_nothing_touched(copy):
     assert sorted(path for path in copy.rglob("*")) == before
 
 
+def test_what_was_moved_aside_is_no_reason_to_start_anew(copy):
+    for step in (4, 8, 12):
+        (copy / "checkpoints" / str(step)).rename(copy / "checkpoints" / f"{step}.damaged")
+    err = run("train", f"--config={TINY}", f"--workdir={copy}", *KEYS, status=1)
+    assert "12.damaged, 4.damaged, 8.damaged, which were damaged and moved aside" in err and "Nothing was touched" in err
+
+
 @pytest.mark.parametrize("command, keys", [
     ("evaluate", ("{run}",)),
     ("generate", ("{run}", "--prompt=To", "--max_new_tokens=2")),

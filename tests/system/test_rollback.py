@@ -8,6 +8,7 @@ import pytest
 from jaxlm.checkpoints import Checkpoints
 from jaxlm.logs import read_rows
 from tests.system.commands import TINY, run
+from tests.system.test_processes import finish, processes
 from tests.system.test_resume import arrays, losses, same_bits
 
 pytestmark = pytest.mark.slow
@@ -80,3 +81,14 @@ def test_a_spike_that_is_skipped_is_counted_and_the_run_ends(text, tmp_path):
     run("train", *keys(text, tmp_path, "--config.faults.on_spike=skip"))
     last = rows(tmp_path)[-1]
     assert last["spikes"] == last["skipped"] >= 1 and last["step"] == 90
+
+
+def test_two_processes_go_back_together_as_one_does(whole, text, tmp_path):
+    """And compare their replicas on the way."""
+    more = ("--config.faults.max_rollbacks=20", "--config.mesh.data=4", "--config.faults.replica_check_every=16")
+    codes, ends = finish(processes(2, *keys(text, tmp_path, *more)))
+    assert codes == [0, 0], ends
+    ours, theirs = rows(tmp_path), rows(whole[0])
+    assert [(row["step"], row["rollbacks"], row["left_out"]) for row in ours] == [
+        (row["step"], row["rollbacks"], row["left_out"]) for row in theirs]
+    assert max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)) < 1e-4
