@@ -1,4 +1,4 @@
-"""Schedules whose ticks follow from a formula: GPipe, 1F1B and interleaved 1F1B.
+"""Schedules whose ticks follow from a formula: GPipe, 1F1B, interleaved 1F1B, and 1F1B with late weight halves.
 
 A forward and a backward share a tick wherever both are due. Neighbours wait for each other at every tick, so a tick takes as
 long as the longest work in it; a pair takes the same time on every stage, while one piece per tick makes forwards wait for
@@ -8,7 +8,7 @@ backwards. In every schedule here microbatches are taken in order, so that their
 from collections import defaultdict
 
 from partitioning.declaration import DeclarationError
-from partitioning.schedules.table import BACKWARD, FORWARD, Table, Work, laid_out, looped
+from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, WEIGHT, Table, Work, laid_out, looped
 
 
 def gpipe(num_stages: int, num_microbatches: int, latency: int = 1) -> Table:
@@ -41,6 +41,19 @@ def one_f_one_b_alternating(num_stages: int, num_microbatches: int) -> Table:
             entries[2 * last + 1 - stage + 2 * microbatch, stage].append(Work(BACKWARD, microbatch))
     live = tuple(min(num_microbatches, num_stages - stage) for stage in range(num_stages))
     return Table("one_f_one_b_alternating", num_microbatches, looped(num_stages), laid_out(entries, num_stages), 1, live)
+
+
+def zero_bubble_paired(num_stages: int, num_microbatches: int, latency: int = 1) -> Table:
+    """1F1B of whose backwards the weight halves wait until every stage has begun to go backward, all three kinds in one tick.
+    The bubble lacks 1F1B's weight halves, at any costs; schedules with one piece per tick do better only while the three kinds
+    take the same time. Stage s has at most 2 p - 1 - s live (with latency 1)."""
+    last, entries = num_stages - 1, defaultdict(list)
+    for stage in range(num_stages):
+        for kind, start in ((FORWARD, latency * stage), (INPUT, latency * (2 * last - stage)), (WEIGHT, 2 * latency * last)):
+            for microbatch in range(num_microbatches):
+                entries[start + microbatch, stage].append(Work(kind, microbatch))
+    live = tuple(min(num_microbatches, latency * (2 * last - stage) + 1) for stage in range(num_stages))
+    return Table("zero_bubble_paired", num_microbatches, looped(num_stages), laid_out(entries, num_stages), latency, live)
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, latency: int = 1) -> Table:
