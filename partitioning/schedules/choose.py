@@ -13,25 +13,25 @@ import pathlib
 from collections.abc import Callable
 
 from partitioning.declaration import DeclarationError, nearest
-from partitioning.schedules.check import check
+from partitioning.schedules.checker import check
 from partitioning.schedules.closed_form import gpipe, interleaved, one_f_one_b, one_f_one_b_alternating, zero_bubble_paired
 from partitioning.schedules.sheet import read_csv
 from partitioning.schedules.table import Table
-from partitioning.schedules.zero_bubble import zero_bubble, zero_bubble_v
+from partitioning.schedules.split_backward import zero_bubble, zero_bubble_v
 
 SCHEDULES: dict[str, Callable[..., Table]] = {function.__name__: function for function in (
     gpipe, one_f_one_b, one_f_one_b_alternating, interleaved, zero_bubble, zero_bubble_paired, zero_bubble_v)}
 
 
 def make(schedule: str | Callable[..., Table], num_stages: int, num_microbatches: int, num_chunks: int | None = None,
-         latency: int = 1) -> Table:
+         latency: int | None = None) -> Table:
     """A valid table for these sizes.
 
     Args:
       schedule: a name of SCHEDULES, a path that ends with `.csv`, `path.py:function`, or a function.
       num_stages, num_microbatches: at least 1.
       num_chunks: positions of each stage; None leaves it to the schedule.
-      latency: ticks that a result takes to another stage.
+      latency: ticks that a result takes to another stage; None leaves it to the schedule, and most say 1.
 
     Raises:
       DeclarationError: there is no such schedule, it does not suit these sizes, or its table is not valid.
@@ -45,11 +45,12 @@ def make(schedule: str | Callable[..., Table], num_stages: int, num_microbatches
     else:
         function = _function(schedule) if isinstance(schedule, str) else schedule
         known = inspect.signature(function).parameters
-        given = {"num_chunks": num_chunks} if num_chunks is not None and "num_chunks" in known else {}
-        given |= {"latency": latency} if "latency" in known else {}
-        table = function(num_stages, num_microbatches, **given)
+        given = {"num_chunks": num_chunks, "latency": latency}
+        table = function(num_stages, num_microbatches,
+                         **{key: value for key, value in given.items() if value is not None and key in known})
         if not isinstance(table, Table):
-            raise DeclarationError(f"the schedule {schedule} returned {type(table).__name__}; expected partitioning.schedules.Table.")
+            raise DeclarationError(f"the schedule {schedule} returned {type(table).__name__}; expected a Table of "
+                                   "partitioning.schedules.")
     check(table)
     for key, wanted, found in (("mesh.pipe", num_stages, table.num_stages),
                                ("pipeline.num_microbatches", num_microbatches, table.num_microbatches),
@@ -57,7 +58,7 @@ def make(schedule: str | Callable[..., Table], num_stages: int, num_microbatches
         if wanted is not None and wanted != found:
             raise DeclarationError(f"config.{key} = {wanted}, but the schedule {table.name} is for {found}; set it to {found} or "
                                    "choose another schedule.")
-    if table.latency != latency:
+    if latency not in (None, table.latency):
         raise DeclarationError(f"the schedule {table.name} has latency {table.latency}; asked for was {latency}.")
     return table
 
@@ -66,7 +67,8 @@ def _function(schedule: str) -> Callable[..., Table]:
     path, colon, name = schedule.rpartition(":")
     if not colon or not path.endswith(".py"):
         if schedule not in SCHEDULES:
-            raise DeclarationError(f"config.pipeline.schedule = {schedule!r} is no schedule; {nearest(schedule, SCHEDULES, 'schedule')} "
+            raise DeclarationError(f"config.pipeline.schedule = {schedule!r} is no schedule; "
+                                   f"{nearest(schedule, SCHEDULES, 'schedule')} "
                                    "One of your own is a sheet (mine.csv) or a function in a file (mine.py:function).")
         return SCHEDULES[schedule]
     if not pathlib.Path(path).is_file():
@@ -75,7 +77,7 @@ def _function(schedule: str) -> Callable[..., Table]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise DeclarationError(f"config.pipeline.schedule = {schedule!r}: {path} has no function {name!r}; "
-                               f"{nearest(name, functions, 'function')}")
+                               f"{nearest(name, own, 'function')}")
     return getattr(module, name)

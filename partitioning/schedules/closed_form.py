@@ -68,14 +68,14 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, lat
         below = num_microbatches // group * group
         fits = " or ".join(str(number) for number in (below, below + group) if number)
         raise DeclarationError(
-            f"config.pipeline.num_microbatches = {num_microbatches} does not suit the schedule interleaved: microbatches go round "
-            f"in groups of {group} ({num_stages} stages{f', latency {latency}' if latency > 1 else ''}). "
+            f"config.pipeline.num_microbatches = {num_microbatches} does not suit the schedule interleaved: microbatches go "
+            f"round in groups of {group} ({num_stages} stages{f', latency {latency}' if latency > 1 else ''}). "
             f"The nearest that {'work' if below else 'works'}: {fits}.")
     return _paired("interleaved", num_stages, num_microbatches, num_chunks, latency, group)
 
 
 def _paired(name: str, num_stages: int, num_microbatches: int, num_chunks: int, latency: int, group: int) -> Table:
-    """Forwards without a gap from tick `latency * stage` on, backwards without a gap from when the first microbatch comes back."""
+    """Forwards without a gap from tick `latency * stage` on, backwards without one from when the first microbatch comes back."""
     last, entries = num_stages - 1, defaultdict(list)
     turn = latency * last + (num_chunks - 1) * group            # the first microbatch is at the last position
     order = [(chunk, microbatch) for first in range(0, num_microbatches, group) for chunk in range(num_chunks)

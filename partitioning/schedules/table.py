@@ -9,7 +9,7 @@ at one position:
     I   its input half: takes and gives the same gradients, leaves cotangents for the weight half
     W   its weight half: frees the residuals and those cotangents, gives nothing
 
-The contract of a table, which `check` holds:
+The contract of a table, which `checker` holds it to:
 
 - Every stage does the pieces of its list in their order, all within the tick.
 - A result for another stage is used `latency` ticks later at the earliest (1: the exchange follows the tick's work; 2: it goes

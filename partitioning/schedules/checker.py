@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 
 from partitioning.declaration import DeclarationError
-from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, NEXT, PREVIOUS, STAY, WEIGHT, WORDS, Entry, Table
+from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, NEXT, STAY, WEIGHT, WORDS, Entry, Table
 
 HALVES = frozenset((INPUT, WEIGHT))
 
@@ -30,12 +30,13 @@ def live_counts(table: Table) -> tuple[int, ...]:
     return tuple(most)
 
 
-def outgoing(table: Table, stage: int, kind: str, chunk: int) -> int | None:
-    """The step of what a piece of work gives: STAY, NEXT or PREVIOUS; None where it gives nothing to another position."""
-    position, steps = table.placement[chunk][stage], table.steps()
-    if kind == WEIGHT or (position == table.num_positions - 1 if kind == FORWARD else position == 0):
-        return None
-    return steps[position] if kind == FORWARD else -steps[position - 1]
+def outgoing(table: Table) -> dict[tuple[str, int], int]:
+    """(kind, position) to the step of what such work gives: STAY, NEXT or PREVIOUS. Work that gives nothing is not there."""
+    ways = {}
+    for position, step in enumerate(table.steps()):
+        ways[FORWARD, position] = step
+        ways[BACKWARD, position + 1] = ways[INPUT, position + 1] = -step
+    return ways
 
 
 def _fail(table: Table, what: str) -> None:
@@ -124,12 +125,11 @@ def _check_after(table: Table, entry: Entry, source: Entry, step: int) -> None:
 
 
 def _check_messages(table: Table) -> None:
-    ways = {key: outgoing(table, *key) for key in ((stage, kind, chunk) for stage in range(table.num_stages)
-                                                   for kind in KINDS for chunk in range(table.num_chunks))}
+    ways = outgoing(table)
     sent: Counter[tuple[int, int, int]] = Counter()
     for entry in table.entries():
-        step = ways[entry.stage, entry.work.kind, entry.work.chunk]
-        if step not in (NEXT, PREVIOUS):
+        step = ways.get((entry.work.kind, table.placement[entry.work.chunk][entry.stage]), STAY)
+        if step == STAY:
             continue
         sent[entry.tick, entry.stage, step] += 1
         if sent[entry.tick, entry.stage, step] > 1:

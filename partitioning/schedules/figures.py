@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from partitioning.schedules.check import live_counts
+from partitioning.schedules.checker import live_counts
 from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, WEIGHT, Table
 
 

@@ -21,7 +21,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from partitioning.schedules.check import outgoing
+from partitioning.schedules.checker import outgoing
 from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, NEXT, STAY, WEIGHT, Table
 
 CODES = {kind: code for code, kind in enumerate(KINDS, 1)}    # 0 is no work
@@ -90,6 +90,7 @@ def plan(table: Table) -> Plan:
     def time(place: tuple[int, int, int]) -> int:
         return place[0] * (width + 1) + place[2]
 
+    ways = outgoing(table)
     residuals, cotangents, activations, gradients = (defaultdict(list) for _ in range(4))   # stage: what is to be held
     for (name, microbatch, position), place in done.items():
         stage = place[1]
@@ -99,12 +100,11 @@ def plan(table: Table) -> Plan:
         if name == INPUT:
             reader = done[WEIGHT, microbatch, position]
             cotangents[stage].append((time(place), time(reader), [("cotangent", place), ("cotangent", reader)]))
-        step = outgoing(table, stage, name, int(work["chunk"][place]))
-        if step is None:
+        if (name, position) not in ways:
             continue
-        forward = name == FORWARD
-        reader = next(done[k, microbatch, position + (1 if forward else -1)] for k in ((FORWARD,) if forward else (BACKWARD, INPUT))
-                      if (k, microbatch, position + (1 if forward else -1)) in done)
+        step, forward = ways[name, position], name == FORWARD
+        readers = [(FORWARD, microbatch, position + 1)] if forward else [(k, microbatch, position - 1) for k in (BACKWARD, INPUT)]
+        reader = next(done[key] for key in readers if key in done)
         if step == STAY:
             start, writers = time(place), [("keep", place)]
         else:
