@@ -12,6 +12,7 @@ from typing import Any
 from jaxlm import presets
 from partitioning.declaration import DeclarationError, leaf, read, section
 from partitioning.mesh import MeshConfig
+from partitioning.pipeline import PipelineConfig
 from partitioning.tables import ShardingConfig
 
 NORMS = ("rmsnorm", "layernorm")
@@ -243,6 +244,7 @@ class Config:
     model: ModelConfig = section(ModelConfig, "the Transformer")
     mesh: MeshConfig = section(MeshConfig, "sizes of the mesh axes")
     sharding: Sharding = section(Sharding, "how arrays lie on the mesh")
+    pipeline: PipelineConfig = section(PipelineConfig, "the schedule of a pipeline (mesh.pipe > 1)")
     data: DataConfig = section(DataConfig, "text and tokens")
     optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer and its schedule")
     precision: PrecisionConfig = section(PrecisionConfig, "number formats")

@@ -17,21 +17,24 @@ from jaxlm.models import build_model
 from jaxlm.models.padding import PADDABLE, padded_sizes
 from jaxlm.optimizers import make_optimizer
 from jaxlm.train_step import initial_counters
-from partitioning import Machine, filled, links, make_mesh, multiples, resolve, resolve_sizes, trimmed, trimmed_abstract
+from partitioning import Machine, filled, links, make_mesh, multiples, read_table, resolve, resolve_sizes, trimmed, trimmed_abstract
 from partitioning.declaration import DeclarationError
 from partitioning.machine import check_within_host, notes
+from partitioning.schedules import Table
 from partitioning.tables import read_axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a configuration means on a number of devices. `layout` is bound to a mesh once `on_devices` has been called."""
+    """What a configuration means on a number of devices. `layout` is bound to a mesh once `on_devices` has been called; `table` is
+    the schedule of a pipeline, if there is one."""
 
     config: Config
     model: Any
     optimizer: Any
     layout: Any
     machine: Machine | None = None
+    table: Table | None = None
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -140,18 +143,25 @@ def build_job(config: Config, num_devices: int, machine: Machine | None = None) 
         needed = multiples(sizes, config.sharding, model.specs, PADDABLE)
         model = build(padding=padded_sizes(config.model, config.sharding.pad, needed))
     optimizer = make_optimizer(config.optimizer, config.precision, config.train.steps, model.specs)
-    microbatch = config.train.global_batch_size // config.train.gradient_accumulation
+    table = read_table(config.pipeline, sizes["pipe"], config.model.num_layers)
+    pieces = config.train.gradient_accumulation * (1 if table is None else table.num_microbatches)
+    if config.train.global_batch_size % pieces:
+        raise DeclarationError(
+            f"config.train.global_batch_size = {config.train.global_batch_size} is not a multiple of {pieces}: "
+            f"gradient_accumulation = {config.train.gradient_accumulation} times {table.num_microbatches} microbatches of the pipeline "
+            "(config.pipeline.num_microbatches).")
+    microbatch = config.train.global_batch_size // pieces
     activations = model.activations(microbatch, config.data.sequence_length)
-    layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE, _keys(config))
+    layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE, _keys(config, pieces))
     if machine is not None:
         layout = dataclasses.replace(layout, notes=(*layout.notes, *notes(sizes, machine)))
-    return Job(config, model, optimizer, layout, machine)
+    return Job(config, model, optimizer, layout, machine, table)
 
 
-def _keys(config: Config) -> dict[str, tuple[str, int]]:
+def _keys(config: Config, pieces: int) -> dict[str, tuple[str, int]]:
     """For messages: the key that the size of a dim comes from, and its value for a size of 1."""
     return {
-        "batch": ("config.train.global_batch_size", config.train.gradient_accumulation),
+        "batch": ("config.train.global_batch_size", pieces),
         "length": ("config.data.sequence_length", 1),
         "stream_length": ("config.data.sequence_length", 1),
         "vocab": ("config.model.vocab_size", 1),

@@ -21,6 +21,7 @@ from partitioning.declaration import DeclarationError
 FREE = (
     "mesh",
     "sharding",
+    "pipeline",
     "kernels",
     "log",
     "checkpoint",

@@ -247,7 +247,7 @@ def compile_train_step(job: Any) -> Any:
 
     from jaxlm.train_step import make_train_step
 
-    step = make_train_step(job.config, job.model, job.optimizer, job.layout)
+    step = make_train_step(job.config, job.model, job.optimizer, job.layout, job.table)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(job.shardings(), None))
     return jitted.lower(job.abstract_state(), job.abstract_batch()).compile()
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxlm import faults
 from jaxlm.config import Config
 from jaxlm.optimizers import loss_scale
+from jaxlm.pipeline import pipeline_gradients
 
 
 def initial_counters(config: Config) -> dict[str, jax.Array]:
@@ -54,6 +55,11 @@ def loss_and_gradients(objective: Callable, params: Any, batch: dict[str, jax.Ar
         (_, sums), gradients = differentiate(params, microbatch)
         return sums, jax.tree.map(lambda g: g.astype(dtype), gradients)
 
+    return added_up(of, batch, accumulation)
+
+
+def added_up(of: Callable, batch: dict[str, jax.Array], accumulation: int) -> Any:
+    """The sum of `of(microbatch)`, a pytree of arrays, over the microbatches of a batch, one after the other."""
     if accumulation == 1:
         return of(batch)
 
@@ -66,12 +72,14 @@ def loss_and_gradients(objective: Callable, params: Any, batch: dict[str, jax.Ar
     return total
 
 
-def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any) -> Callable:
-    """The function (state, batch) -> (state, metrics) that the loop compiles, with the state donated.
+def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any, table: Any = None) -> Callable:
+    """The function (state, batch) -> (state, metrics) that the loop compiles, with the state donated. `table`: the schedule of a
+    pipeline, or None.
 
     metrics: scalars loss (mean over the batch's targets, nats), grad_norm, learning_rate, targets, and the counters.
     """
     gradient_dtype = jnp.dtype(config.precision.gradients)
+    through_pipeline = None if table is None else pipeline_gradients(config, model, layout, table)
 
     def train_step(state, batch):
         params, counters = state["params"], state["counters"]
@@ -85,8 +93,12 @@ def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any) -> 
             sums = model.loss(params, microbatch, dropout=dropout, z_loss=config.optimizer.z_loss, shard=layout)
             return (sums.loss + sums.z_loss) * weight, sums.loss
 
-        loss_sum, gradients = loss_and_gradients(objective, params, batch, accumulation=config.train.gradient_accumulation,
-                                                 dtype=gradient_dtype)
+        accumulation = config.train.gradient_accumulation
+        if through_pipeline is None:
+            loss_sum, gradients = loss_and_gradients(objective, params, batch, accumulation=accumulation, dtype=gradient_dtype)
+        else:
+            loss_sum, gradients = added_up(
+                lambda part: through_pipeline(params, split_microbatches(part, table.num_microbatches), weight, key), batch, accumulation)
         if config.precision.scales_loss:
             gradients = loss_scale.unscale(gradients, scale)
         loss = loss_sum / jnp.maximum(targets, 1)

@@ -180,6 +180,12 @@ class Layout:
 
         return map_paths(gather, params, prefix)
 
+    def keep_gradients(self, gradients: Any, prefix: str = "") -> Any:
+        """Gradients in the form of the parameters below `prefix`, made to lie by their table."""
+        if self._bound().size == 1:
+            return gradients
+        return map_paths(lambda path, x: _constrain(x, self.mesh, self._weight(path).gradient), gradients, prefix)
+
     def gathers(self, path: str) -> bool:
         """Whether a parameter lies otherwise in use than at rest."""
         weight = self._weight(path)
@@ -337,9 +343,15 @@ def _notes(sharding: ShardingConfig, sizes: Mapping[str, int], dims: Mapping[str
 
 
 def _constrain(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    # Inside a shard_map that is manual over some axes, only the mesh of the context knows which they are.
+    # Inside a shard_map that is manual over some axes, only the mesh of the context knows which they are; an array there is what
+    # one place along them holds, and is laid out along the others.
     context = jax.sharding.get_abstract_mesh()
-    return jax.lax.with_sharding_constraint(x, NamedSharding(context if context.axis_names == AXES else mesh, spec))
+    if context.axis_names != AXES:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    manual = set(context.manual_axes)
+    axes = (() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec)
+    spec = _spec(tuple(tuple(axis for axis in entry if axis not in manual) for entry in axes))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(context, spec))
 
 
 def _gathered(x: jax.Array, mesh: Mesh, weight: Weight, dtype: Any, carrier: Any, param_dtype: Any) -> jax.Array:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from partitioning.machine import Machine
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
-NOT_AVAILABLE_YET = {"pipe": "pipelines are", "expert": "expert parallelism is", "context": "context parallelism is"}
+NOT_AVAILABLE_YET = {"expert": "expert parallelism is", "context": "context parallelism is"}
 
 
 @dataclasses.dataclass(frozen=True)

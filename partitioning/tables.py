@@ -17,7 +17,7 @@ from partitioning.mesh import AXES
 
 DEFAULT_RULES = {
     "batch": ("data", "fsdp"), "length": None, "stream_length": None, "embed": None, "heads": "tensor", "kv_heads": "tensor",
-    "head_dim": None, "mlp": "tensor", "vocab": "tensor", "experts": "expert", "layers": None,
+    "head_dim": None, "mlp": "tensor", "vocab": "tensor", "experts": "expert", "layers": "pipe",
 }
 TABLES = ("params", "gradients", "optimizer", "activations")
 ZERO_ORDER = ("optimizer", "gradients", "params")

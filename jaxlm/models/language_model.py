@@ -123,7 +123,7 @@ class LanguageModel:
         Returns:
           float32 [B, L, V], without any padding of V.
         """
-        logits_BLV = self._logits(params, tokens_BL, positions_BL, segment_ids_BL, dropout, shard)
+        logits_BLV, _ = self._forward(params, tokens_BL, positions_BL, segment_ids_BL, self._masks(dropout), shard)
         return logits_BLV[..., :self.config.vocab_size]
 
     def loss(self, params: Mapping, batch: Mapping[str, jax.Array], *, dropout: tuple[jax.Array, jax.Array] | None = None,
@@ -134,8 +134,33 @@ class LanguageModel:
           batch: inputs, targets int32 [B, L]; mask bool [B, L]; perhaps positions and segment_ids int32 [B, L].
           z_loss: weight of the squared log-partition; the sum that is returned has it already.
         """
-        logits_BLV = self._logits(params, batch["inputs"], batch.get("positions"), batch.get("segment_ids"), dropout, shard)
-        loss_BL, log_z_BL = cross_entropy(logits_BLV, batch["targets"], self.config.vocab_size)
+        x_BLD = self.enter(params, batch, dropout, shard)
+        along = self.along_layers()
+        x_BLD = self.blocks(shard.stack(params["layers"], "layers"), along, x_BLD, batch, dropout, shard)
+        return self.sums(params, x_BLD, batch, z_loss=z_loss, shard=shard)
+
+    # The parts that `loss` is made of, for a pipeline to do each of them elsewhere.
+
+    def enter(self, params: Mapping, batch: Mapping[str, jax.Array], dropout: Any, shard: Any) -> jax.Array:
+        """The residual stream [B, L, D] before the first block. Reads all parameters but `layers`."""
+        return self._embed(params, batch["inputs"], batch.get("positions"), self._masks(dropout), shard)
+
+    def along_layers(self) -> dict[str, jax.Array]:
+        """Facts of each layer that go through the loop along with its parameters: arrays [layers]."""
+        out = {"number": jnp.arange(self.config.num_layers, dtype=jnp.int32)}
+        if not self._alike:
+            out["window"] = jnp.array([NO_WINDOW if w is None else w for w in self.config.windows()], jnp.int32)
+        return out
+
+    def blocks(self, layers: Mapping, along: Mapping[str, jax.Array], x_BLD: jax.Array, batch: Mapping[str, jax.Array],
+               dropout: Any, shard: Any) -> jax.Array:
+        """The stream after some consecutive blocks: `layers` and `along` hold theirs, stacked."""
+        shared = self._shared(shard, x_BLD.shape[1], batch.get("positions"), batch.get("segment_ids"), self._masks(dropout))
+        return self._layers(layers, along, x_BLD, shared, None)[0]
+
+    def sums(self, params: Mapping, x_BLD: jax.Array, batch: Mapping[str, jax.Array], *, z_loss: float, shard: Any) -> Sums:
+        """What `loss` returns, from the stream after the last block. Reads all parameters but `layers`."""
+        loss_BL, log_z_BL = cross_entropy(self._head(params, x_BLD, shard), batch["targets"], self.config.vocab_size)
 
         def total(x_BL):
             return jnp.sum(jnp.where(batch["mask"], x_BL, 0.0), dtype=jnp.float32)
@@ -171,74 +196,75 @@ class LanguageModel:
         length = offset_B + (T if length is None else length)
         return logits_BTV[..., :self.config.vocab_size], {**layers, "length": length}
 
-    def _logits(self, params, tokens_BL, positions_BL, segment_ids_BL, dropout, shard):
-        """Logits of whole sequences, as large as the padded vocabulary."""
-        masks = Dropout(self.config.dropout, *dropout) if dropout is not None else Dropout()
-        return self._forward(params, tokens_BL, positions_BL, segment_ids_BL, masks, shard)[0]
+    def _masks(self, dropout):
+        return Dropout(self.config.dropout, *dropout) if dropout is not None else Dropout()
 
     def _forward(self, params, tokens_BL, positions_BL, segment_ids_BL, masks, shard, cache=None):
-        """Logits, and the layers' keys and values (None without a cache)."""
-        c = self.config
-        L = tokens_BL.shape[1]
+        """Logits as large as the padded vocabulary, and the layers' keys and values (None without a cache)."""
+        x_BLD = self._embed(params, tokens_BL, positions_BL, masks, shard)
+        shared = self._shared(shard, tokens_BL.shape[1], positions_BL, segment_ids_BL, masks, cache)
+        x_BLD, cache = self._layers(shard.stack(params["layers"], "layers"), self.along_layers(), x_BLD, shared, cache)
+        return self._head(params, x_BLD, shard), cache
+
+    def _embed(self, params, tokens_BL, positions_BL, masks, shard):
+        c, L = self.config, tokens_BL.shape[1]
         if positions_BL is None and L > c.max_positions:
             raise DeclarationError(f"a sequence of {L} tokens is longer than config.model.max_positions = {c.max_positions}.")
-
-        def part(name):
-            return nnx.merge(self._graphs[name], self._use(shard, params[name], name))
-
         # Whole in length first: rows are then looked up where they lie and summed, and the table is never gathered.
-        x_BLD = shard.constrain(part("embed")(tokens_BL).astype(self.compute_dtype), WHOLE)
+        x_BLD = shard.constrain(self._part("embed", params, shard)(tokens_BL).astype(self.compute_dtype), WHOLE)
         if c.position == "learned":
-            table = part("positions")
+            table = self._part("positions", params, shard)
             x_BLD = add_bias(x_BLD, table.first(L) if positions_BL is None else table(positions_BL))
-        x_BLD = shard.constrain(masks(x_BLD, 0, dropout_sites.EMBEDDING), STREAM)
+        return shard.constrain(masks(x_BLD, 0, dropout_sites.EMBEDDING), STREAM)
+
+    def _shared(self, shard, length, positions_BL, segment_ids_BL, masks, cache=None):
         rotation = None
-        if c.position == "rope":
-            rotation = rope.angles(jnp.arange(L) if positions_BL is None else positions_BL, self._frequencies)
-        shared = Shared(shard, rotation, segment_ids_BL, masks, 0 if cache is None else cache["length"], self.attention_backend)
-        x_BLD, cache = self._layers(shard.stack(params["layers"], "layers"), x_BLD, shared, cache)
-        x_BLD = enter(part("final_norm")(x_BLD), shard)
+        if self.config.position == "rope":
+            rotation = rope.angles(jnp.arange(length) if positions_BL is None else positions_BL, self._frequencies)
+        return Shared(shard, rotation, segment_ids_BL, masks, 0 if cache is None else cache["length"], self.attention_backend)
+
+    def _head(self, params, x_BLD, shard):
+        c = self.config
+        x_BLD = enter(self._part("final_norm", params, shard)(x_BLD), shard)
         # A tied table is used anew: each use's gradient is then scattered by itself, instead of being held whole for the other.
-        logits_BLV = part("embed" if c.tie_embeddings else "lm_head").logits(x_BLD)
+        logits_BLV = self._part("embed" if c.tie_embeddings else "lm_head", params, shard).logits(x_BLD)
         logits_BLV = shard.constrain(logits_BLV, ("batch", "length", "vocab"))
         if c.logit_softcap is not None:
             logits_BLV = c.logit_softcap * jnp.tanh(logits_BLV / c.logit_softcap)
-        return logits_BLV, cache
+        return logits_BLV
+
+    def _part(self, name, params, shard):
+        return nnx.merge(self._graphs[name], self._use(shard, params[name], name))
+
+    @property
+    def _alike(self) -> bool:
+        """Whether all layers have the same window, which is then static and costs nothing to mask with."""
+        return len(set(self.config.windows())) == 1
 
     def _use(self, shard, params, prefix):
         return shard.use(params, prefix, self.compute_dtype, self.gradient_dtype)
 
-    def _layers(self, stacked, x_BLD, shared, cache):
-        """All blocks in turn, looped or unrolled."""
+    def _layers(self, stacked, along, x_BLD, shared, cache):
+        """Some blocks in turn, looped or unrolled."""
         c = self.config
-        windows = c.windows()
-        alike = len(set(windows)) == 1         # then the window is static and costs nothing to mask with
         gathered = [spec.shape[1:] for path, spec in paths.flatten(self.specs["layers"]).items()
                     if shared.shard.gathers(paths.join("layers", path))]
         if cache is not None:
             cache = {"key": cache["key"], "value": cache["value"]}
 
-        def block(window):
-            def run(x_BLD, params, layer, cache):
-                weights = self._use(shared.shard, params, "layers")
-                return nnx.merge(self._graphs["layers"], weights)(x_BLD, shared, layer, window, cache)
+        def run(x_BLD, params, facts, cache):
+            weights = self._use(shared.shard, params, "layers")
+            window = facts.get("window", c.windows()[0])
+            return nnx.merge(self._graphs["layers"], weights)(x_BLD, shared, facts["number"], window, cache)
 
-            if cache is not None:
-                return run
-            return rematerialisation.apply(run, self.remat, looped=c.scan_layers, gathered=gathered)
-
-        numbers = jnp.arange(c.num_layers, dtype=jnp.int32)
+        block = run if cache is not None else rematerialisation.apply(run, self.remat, looped=c.scan_layers, gathered=gathered)
         if c.scan_layers:
-            scanned = None if alike else jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
-
-            def body(x_BLD, along):
-                params, number, window, cache = along
-                return block(windows[0] if alike else window)(x_BLD, params, number, cache)
-
-            return jax.lax.scan(body, x_BLD, (stacked, numbers, scanned, cache))
-        caches = []
-        for window, (params, number, own_cache) in zip(windows, _unstack((stacked, numbers, cache), c.num_layers)):
-            x_BLD, own_cache = block(window)(x_BLD, params, number, own_cache)
+            return jax.lax.scan(lambda x_BLD, layer: block(x_BLD, *layer), x_BLD, (stacked, along, cache))
+        caches, count = [], len(along["number"])
+        windows = c.windows() if count == c.num_layers else None       # static where the layers are known
+        for i, (params, facts, own_cache) in enumerate(_unstack((stacked, along, cache), count)):
+            facts = facts if windows is None else {**facts, "window": windows[i]}
+            x_BLD, own_cache = block(x_BLD, params, facts, own_cache)
             caches.append(own_cache)
         return x_BLD, None if cache is None else jax.tree.map(lambda *layers: jnp.stack(layers), *caches)
 

@@ -1,0 +1,33 @@
+"""The declaration of a pipeline: which schedule its stages follow, and in how many pieces a batch goes through them."""
+
+import dataclasses
+
+from partitioning.declaration import DeclarationError, leaf
+from partitioning.schedules import Table, make
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """Read where mesh.pipe is larger than 1; the number of stages is that size."""
+    schedule: str = leaf("one_f_one_b", "a schedule's name, a sheet (mine.csv) or a function of one's own (mine.py:function)")
+    num_microbatches: int | None = leaf(None, "pieces of a batch in one pass through the pipeline (None: 2 x mesh.pipe)", at_least=1)
+    chunks_per_stage: int | None = leaf(None, "parts of the model that each stage holds (None: as the schedule has it)", at_least=1)
+
+
+def read_table(config: PipelineConfig, num_stages: int, num_layers: int) -> Table | None:
+    """The schedule of a pipeline; None for a single stage, where nothing is to be scheduled.
+
+    Raises:
+      DeclarationError: no such schedule, one that does not suit these sizes, or layers that it cannot share out.
+    """
+    if num_stages == 1:
+        return None
+    table = make(config.schedule, num_stages, config.num_microbatches or 2 * num_stages, config.chunks_per_stage)
+    parts = table.num_positions
+    if num_layers % parts:
+        near = sorted({n for n in (num_layers // parts * parts, -(-num_layers // parts) * parts) if n})
+        raise DeclarationError(
+            f"config.model.num_layers = {num_layers} cannot be shared out evenly: mesh.pipe = {num_stages} stages with "
+            f"{table.num_chunks} part{'s' if table.num_chunks > 1 else ''} each (schedule {table.name}) are {parts} parts. "
+            f"What works: num_layers = {' or '.join(map(str, near))}, or another size of mesh.pipe.")
+    return table
