@@ -30,7 +30,16 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, size: int | None = None
     """
     logits, targets = _without_padding(logits, targets, size)
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    return log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], log_z
+    return log_z - _of_target(logits, targets), log_z
+
+
+def _of_target(logits, targets):
+    """The logit of each target, NaN for one outside of the vocabulary. A sum over the vocabulary, in which all but one term is
+    zero: where the vocabulary is sharded only the sums travel, and XLA (jax 0.11.2) cannot partition the lookup in a program
+    that is manual over another axis."""
+    onehot = jnp.arange(logits.shape[-1], dtype=targets.dtype) == targets[..., None]
+    inside = (targets >= 0) & (targets < logits.shape[-1])
+    return jnp.where(inside, jnp.sum(jnp.where(onehot, logits, 0.0), axis=-1), jnp.nan)
 
 
 def _without_padding(logits, targets, size):
