@@ -35,7 +35,7 @@ def pipeline_gradients(config: Config, model: Any, layout: Any, table: Any) -> C
         keep_ends=layout.keep_gradients,
         keep_layers=lambda layers: layout.keep_gradients(layers, "layers"),
     )
-    run = pipelined(table, layout.mesh, stages, dtype)
+    run = pipelined(table, layout.mesh, stages, dtype, config.pipeline.residuals)
 
     def gradients(params, microbatches, weight, key):
         many = (table.num_microbatches,)

@@ -5,8 +5,17 @@ ticks; in each tick a stage does the work that the table gives it, one `lax.swit
 results with their neighbours, outside of the switches. Inside a stage the other axes go on through the compiler: data, fsdp and
 tensor sharding, rematerialisation and accumulation are those of a model without a pipeline.
 
-A forward keeps nothing but the stage's input; a backward computes the stage again and goes back through it. What is live is so
-the inputs of the microbatches that the table has live, in as many slots as that takes, however many microbatches there are.
+What a forward leaves for its backward lies in ring buffers with as many slots as the table has microbatches live, however many
+microbatches there are. It is one of two things (`RESIDUALS`):
+
+    recompute   the input of the position; its backward computes the position again
+    saved       what JAX's vjp of the layers keeps, by their own rematerialisation, without the weights themselves
+
+The head belongs to the last position's backward, and so do the sums; where it recomputes, its forward does nothing at all.
+The first position's embedding is computed again where its gradient is made, for a lookup costs nothing.
+
+A weight half goes back through the layers again, for their weights this time: a vjp cannot be split between the two halves. What
+it saves is waiting, not work.
 
 The model gives three functions (`Stages`) and is not known otherwise.
 """
@@ -20,10 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from partitioning.pipeline import RESIDUALS
 from partitioning.schedules.arrays import ACTIVATION, CODES, FROM_NEXT, FROM_PREVIOUS, GRADIENT, Plan, plan
-from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, NEXT, PREVIOUS, WEIGHT, Table
+from partitioning.schedules.table import FORWARD, INPUT, NEXT, PREVIOUS, STAY, WEIGHT, Table
 
 AXIS = "pipe"
+KIND = {code: kind for kind, code in CODES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +56,8 @@ class Stages:
     keep_layers: Callable[[Any], Any]
 
 
-def pipelined(table: Table, mesh: Mesh, stages: Stages, dtype: Any) -> Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]:
+def pipelined(table: Table, mesh: Mesh, stages: Stages, dtype: Any,
+              residuals: str = "recompute") -> Callable[[Any, Any, Any, Any], tuple[Any, Any, Any]]:
     """The loss and the gradients of a batch that goes through a pipeline.
 
     Args:
@@ -53,15 +65,18 @@ def pipelined(table: Table, mesh: Mesh, stages: Stages, dtype: Any) -> Callable[
       mesh: with an axis `pipe`.
       stages: the model.
       dtype: in which gradients are added up and returned.
+      residuals: one of RESIDUALS.
 
     Returns:
       A function of (ends, layers, along, microbatches): the parameters before and after the layers; those of the layers and other
       facts of each layer, stacked along a leading dim that is split over the stages; arrays [microbatches, ...]. It gives
       (sums over the microbatches, gradients of ends, gradients of layers).
     """
+    if residuals not in RESIDUALS:
+        raise ValueError(f"residuals = {residuals!r}; expected one of {', '.join(RESIDUALS)}.")
     order = _layer_order(table)
     split, whole = PartitionSpec(AXIS), PartitionSpec()
-    body = _Body(table, plan(table), stages, jnp.dtype(dtype))
+    body = _Body(table, stages, jnp.dtype(dtype), residuals == "saved")
     run = jax.shard_map(body, mesh=mesh, axis_names={AXIS}, check_vma=False,
                         in_specs=(split, whole, split, split, whole), out_specs=(whole, whole, split))
 
@@ -87,163 +102,231 @@ def _permuted(x: jax.Array, order: np.ndarray | None) -> jax.Array:
     return jnp.take(x.reshape(order.size, x.shape[0] // order.size, *x.shape[1:]), order, axis=0).reshape(x.shape)
 
 
+@dataclasses.dataclass(frozen=True, order=True)
+class _Variant:
+    """What distinguishes the branches of a switch: the kind of work (0: none) and, at some positions, where it is done.
+
+    Attributes:
+      kind: one of CODES, or 0.
+      first, last: whether it is the model's first or last position.
+      stays: whether the result is for the same stage.
+    """
+    kind: int = 0
+    first: bool = False
+    last: bool = False
+    stays: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """What the work of all ticks reads: `pipelined` says what each is. `layers` and `along` are this stage's."""
+    ends: Any
+    layers: Any
+    along: Any
+    microbatches: Any
+
+
 class _Body:
     """What every stage runs. `rows` are the table's arrays, [stage, tick, ...]."""
 
-    def __init__(self, table: Table, arrays: Plan, stages: Stages, dtype: Any):
-        self.table, self.plan, self.stages, self.dtype = table, arrays, stages, dtype
-        self.last = table.num_positions - 1
-        pieces = zip(arrays.kind.ravel().tolist(), arrays.position.ravel().tolist(), strict=True)
-        # What a branch does differs with the kind of work and, at the model's ends, with the position.
-        self.variants = sorted({self._variant(kind, position) for kind, position in pieces})
-        number = {variant: i for i, variant in enumerate(self.variants)}
-        branch = np.vectorize(lambda kind, position: number[self._variant(kind, position)], otypes=[np.int32])
-        rows = {field.name: getattr(arrays, field.name) for field in dataclasses.fields(arrays)
+    def __init__(self, table: Table, stages: Stages, dtype: Any, saved: bool):
+        self.table, self.stages, self.dtype, self.saved = table, stages, dtype, saved
+        self.plan = arrays = plan(table, keep_outputs=saved)
+        variants = np.vectorize(self._variant, otypes=[object])(arrays.kind, arrays.position)
+        self.variants = [sorted(set(variants[:, :, lane].ravel())) for lane in range(table.width)]
+        rows = {field.name: getattr(arrays, field.name) for field in dataclasses.fields(Plan)
                 if isinstance(getattr(arrays, field.name), np.ndarray)}
-        rows["branch"] = branch(arrays.kind, arrays.position)
+        rows["branch"] = np.stack([np.vectorize(known.index, otypes=[np.int32])(variants[:, :, lane])
+                                   for lane, known in enumerate(self.variants)], axis=-1)
         self.rows = {name: jnp.asarray(np.moveaxis(row, 1, 0)) for name, row in rows.items()}
 
-    def _variant(self, kind: int, position: int) -> tuple[int, bool, bool]:
-        return (kind, position == 0, position == self.last) if kind else (0, False, False)
+    def _variant(self, kind: int, position: int) -> _Variant:
+        if not kind:
+            return _Variant()
+        steps, last = self.table.steps(), self.table.num_positions - 1
+        to = position if KIND[kind] == FORWARD else position - 1                   # the step that the result takes
+        stays = KIND[kind] != WEIGHT and 0 <= to < last and steps[to] == STAY
+        return _Variant(kind, position == 0, position == last, stays)
 
     def __call__(self, rows, ends, layers, along, microbatches):
         rows = {name: row[0] for name, row in rows.items()}                        # of this stage
-        number = jax.tree.leaves(layers)[0].shape[0] // self.table.num_chunks     # layers to a position
-        self.chunk_of = lambda tree, chunk: jax.tree.map(
-            lambda x: x if self.table.num_chunks == 1 else jax.lax.dynamic_slice_in_dim(x, chunk * number, number), tree)
-        x = jax.eval_shape(self.stages.enter, ends, jax.tree.map(lambda a: a[0], microbatches))
-        sums = jax.eval_shape(lambda *a: self.stages.leave(*a)[1], ends, x, jax.tree.map(lambda a: a[0], microbatches))
-
-        def buffer(slots: int):
-            # One slot more, for what nobody will read. [slots, ...x]
-            return jnp.zeros((slots + 1, *x.shape), x.dtype)
-
-        def zeros(tree):
-            return jax.tree.map(lambda p: jnp.zeros(p.shape, self.dtype), tree)
-
-        slots = self.plan.slots
-        keep_x = jax.vmap(self.stages.keep_x)
-        carry = {
-            "activations": keep_x(buffer(slots.activations)), "gradients": keep_x(buffer(slots.gradients)),
-            "residuals": keep_x(buffer(slots.residuals)), "cotangents": keep_x(buffer(slots.cotangents)),
-            "outbox": (jnp.zeros(x.shape, x.dtype),) * 2,
-            "totals": (jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums), self.stages.keep_ends(zeros(ends)),
-                       self.stages.keep_layers(zeros(layers))),
-        }
+        operands = _Operands(ends, layers, along, microbatches)
+        carry = self._empty(operands)
 
         def tick(carry, row):
-            arriving = carry["outbox"]
-            outbox = [self.stages.keep_x(jnp.zeros(x.shape, x.dtype))] * 2
-            for i in range(self.table.width):
-                carry, outbox = self._piece(carry, outbox, {name: value[i] for name, value in row.items()
-                                                            if name not in ("arrival", "arrival_slot")},
-                                            ends, layers, along, microbatches)
-            if self.table.latency == 1:
-                arriving = outbox
-            carry = self._exchange(carry, arriving, row)
-            return {**carry, "outbox": tuple(outbox)}, None
+            arriving = carry.pop("outbox", None)
+            carry, outbox = self._work(carry, row, operands)
+            carry = self._exchange(carry, outbox if arriving is None else arriving, row)
+            return (carry if arriving is None else {**carry, "outbox": outbox}), None
 
         carry, _ = jax.lax.scan(tick, carry, rows)
         sums, of_ends, of_layers = carry["totals"]
         return *jax.lax.psum((sums, of_ends), AXIS), of_layers
 
-    def _piece(self, carry, outbox, row, ends, layers, along, microbatches):
-        """One piece of work: reads its slots, does it, and writes what it gives into slots and outboxes."""
-        slots, kind = self.plan.slots, row["kind"]
-        forward = kind == CODES[FORWARD]
-        goes_back = (kind == CODES[BACKWARD]) | (kind == CODES[INPUT])
-        taken = jax.lax.dynamic_index_in_dim(carry["activations"], _or_last(row["take"], forward, slots.activations), keepdims=False)
-        held = jax.lax.dynamic_index_in_dim(carry["residuals"], _or_last(row["residual"], kind > 0, slots.residuals), keepdims=False)
-        gradient = jnp.where(
-            kind == CODES[WEIGHT],
-            jax.lax.dynamic_index_in_dim(carry["cotangents"], _or_last(row["cotangent"], kind > 0, slots.cotangents), keepdims=False),
-            jax.lax.dynamic_index_in_dim(carry["gradients"], _or_last(row["take"], goes_back, slots.gradients), keepdims=False))
-        microbatch = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, jnp.maximum(row["microbatch"], 0), keepdims=False),
-                                  microbatches)
-        chunk = jnp.maximum(row["chunk"], 0)
-        x = self.stages.keep_x(jnp.where(forward, taken, held))
-        value, totals = jax.lax.switch(row["branch"], [self._branch(*variant) for variant in self.variants], carry["totals"], x,
-                                       self.stages.keep_x(gradient), (ends, layers, along, microbatch, chunk))
-        kept = row["keep"] >= 0
-        carry = {
-            **carry, "totals": totals,
-            "residuals": _written(carry["residuals"], x, _or_last(row["residual"], forward, slots.residuals)),
-            "cotangents": _written(carry["cotangents"], gradient, _or_last(row["cotangent"], kind == CODES[INPUT], slots.cotangents)),
-            "activations": _written(carry["activations"], value, _or_last(row["keep"], kept & forward, slots.activations)),
-            "gradients": _written(carry["gradients"], value, _or_last(row["keep"], kept & goes_back, slots.gradients)),
-        }
-        return carry, [jnp.where(row["send"] == step, value, out) for step, out in zip((NEXT, PREVIOUS), outbox, strict=True)]
+    # The state of a stage.
 
-    def _exchange(self, carry, arriving, row):
+    def _empty(self, operands: _Operands) -> dict[str, Any]:
+        """All buffers, and the totals, before the first tick."""
+        ends, own, facts, microbatch = self._read(operands, {"microbatch": 0, "chunk": 0})
+        self.x = jax.eval_shape(self.stages.enter, ends, microbatch)
+        sums = jax.eval_shape(lambda *a: self.stages.leave(*a)[1], ends, self.x, microbatch)
+        left = jax.eval_shape(lambda *a: self._forward(*a)[1], own, facts, self.x, microbatch)
+        slots = self.plan.slots
+
+        def zeros(tree, *leading, dtype=None):
+            return jax.tree.map(lambda p: jnp.zeros((*leading, *p.shape), dtype or p.dtype), tree)
+
+        carry = {
+            # One slot more of what arrives, for what nobody will read.
+            "activations": zeros(self.x, slots.activations + 1), "gradients": zeros(self.x, slots.gradients + 1),
+            "residuals": zeros(left, slots.residuals), "cotangents": zeros(self.x, slots.cotangents),
+            "totals": (zeros(sums), zeros(operands.ends, dtype=self.dtype), zeros(operands.layers, dtype=self.dtype)),
+        }
+        return self._kept(carry) | ({"outbox": (self._nothing(),) * 2} if self.table.latency == 2 else {})
+
+    def _kept(self, carry: dict[str, Any]) -> dict[str, Any]:
+        """The state, laid out as it always is."""
+        sums, of_ends, of_layers = carry["totals"]
+        buffers = {name: jax.vmap(self.stages.keep_x)(carry[name]) if carry[name].shape[0] else carry[name]
+                   for name in ("activations", "gradients", "cotangents")}
+        residuals = carry["residuals"]
+        if not self.saved and self.plan.slots.residuals:
+            residuals = jax.tree.map(jax.vmap(self.stages.keep_x), residuals)
+        return {**carry, **buffers, "residuals": residuals,
+                "totals": (sums, self.stages.keep_ends(of_ends), self.stages.keep_layers(of_layers))}
+
+    def _nothing(self) -> jax.Array:
+        return self.stages.keep_x(jnp.zeros(self.x.shape, self.x.dtype))
+
+    # One tick.
+
+    def _work(self, carry, row, operands):
+        """Does the pieces of a tick in order. Returns the state, and what goes to the next stage and to the previous one."""
+        outbox = [self._nothing()] * 2
+        for lane, variants in enumerate(self.variants):
+            piece = {name: value[lane] for name, value in row.items() if name not in ("arrival", "arrival_slot")}
+            branches = [self._branch(variant, operands) for variant in variants]
+            carry, value = jax.lax.switch(piece["branch"], branches, carry, piece)
+            outbox = [jnp.where(piece["send"] == step, value, out) for step, out in zip((NEXT, PREVIOUS), outbox, strict=True)]
+        return carry, tuple(outbox)
+
+    def _exchange(self, carry, outbox, row):
         """Sends what lies in the two outboxes to the neighbours, and puts what comes where the table says."""
-        came = {FROM_PREVIOUS: jax.lax.ppermute(arriving[0], AXIS, self.plan.to_next),
-                FROM_NEXT: jax.lax.ppermute(arriving[1], AXIS, self.plan.to_previous)}
+        came = {FROM_PREVIOUS: jax.lax.ppermute(outbox[0], AXIS, self.plan.to_next),
+                FROM_NEXT: jax.lax.ppermute(outbox[1], AXIS, self.plan.to_previous)}
         for side, value in came.items():
             what, slot = row["arrival"][side], row["arrival_slot"][side]
             for name, kind in (("activations", ACTIVATION), ("gradients", GRADIENT)):
-                spare = getattr(self.plan.slots, name)
-                carry = {**carry, name: _written(carry[name], value, _or_last(slot, what == kind, spare))}
+                if np.any(self.plan.arrival[:, :, side] == kind):
+                    spare = getattr(self.plan.slots, name)
+                    carry = {**carry, name: _written(carry[name], value, jnp.where(what == kind, slot, spare))}
         return carry
 
-    def _branch(self, kind: int, first: bool, last: bool) -> Callable:
-        """A function (totals, x, gradient, operands) -> (what goes on, totals) for one kind of work at one kind of position."""
-        stages = self.stages
+    def _branch(self, variant: _Variant, operands: _Operands) -> Callable:
+        """A function (state, row of a piece) -> (state, what goes on) that does one kind of work."""
+        work = {0: _Body._idle, CODES[FORWARD]: _Body._go_forward}.get(variant.kind, _Body._go_back)
 
-        def ended(x, totals):
-            sums, of_ends, of_layers = totals
-            return stages.keep_x(x), (sums, stages.keep_ends(of_ends), stages.keep_layers(of_layers))
+        def branch(carry, piece):
+            carry, value = work(self, variant, carry, piece, operands)
+            value = self._nothing() if value is None else self.stages.keep_x(value)
+            if variant.stays:
+                name = "activations" if KIND[variant.kind] == FORWARD else "gradients"
+                carry = {**carry, name: _written(carry[name], value, piece["keep"])}
+            return self._kept(carry), value
 
-        def nothing(totals, x, gradient, operands):
-            return ended(jnp.zeros_like(x), totals)
+        return branch
 
-        def forward(totals, x, gradient, operands):
-            ends, layers, along, microbatch, chunk = operands
-            if first:
-                x = stages.enter(ends, microbatch)
-            return ended(stages.blocks(self.chunk_of(layers, chunk), self.chunk_of(along, chunk), x, microbatch), totals)
+    def _idle(self, variant, carry, piece, operands):
+        return carry, None
 
-        def backward(totals, x, gradient, operands):
-            ends, layers, along, microbatch, chunk = operands
-            own, facts = self.chunk_of(layers, chunk), self.chunk_of(along, chunk)
+    def _go_forward(self, variant, carry, piece, operands):
+        ends, own, facts, microbatch = self._read(operands, piece)
+        x = self.stages.enter(ends, microbatch) if variant.first else _slot(carry["activations"], piece["take"])
+        if variant.last and not self.saved:
+            return {**carry, "residuals": _written(carry["residuals"], x, piece["residual"])}, None
+        value, left = self._forward(own, facts, x, microbatch)
+        carry = {**carry, "residuals": jax.tree.map(lambda b, r: _written(b, r, piece["residual"]), carry["residuals"], left)}
+        if variant.last:
+            return {**carry, "gradients": _written(carry["gradients"], value, piece["keep"])}, None
+        return carry, value
 
-            def through(ends, own, x):
-                if first:
-                    x = stages.enter(ends, microbatch)
-                x = stages.blocks(own, facts, x, microbatch)
-                return stages.leave(ends, x, microbatch) if last else (x, ())
+    def _go_back(self, variant, carry, piece, operands):
+        """A backward or one of its halves. The first position's input half has nothing to give; all is left to its weight half."""
+        kind, (ends, own, facts, microbatch) = KIND[variant.kind], self._read(operands, piece)
+        left = jax.tree.map(lambda b: _slot(b, piece["residual"]), carry["residuals"])
+        sums, of_ends, of_layers = carry["totals"]
+        of_x, of_weights = kind != WEIGHT and not (kind == INPUT and variant.first), kind != INPUT
+        outputs, pull = None, None
+        if of_weights or of_x or variant.last:
+            outputs, pull = self._backward(own, facts, left, microbatch, of_weights)
+        if kind == WEIGHT:
+            gradient = _slot(carry["cotangents"], piece["cotangent"])
+        elif variant.last:
+            outputs = _slot(carry["gradients"], piece["take"]) if self.saved else outputs
+            gradient, added, found = self._head(ends, outputs, microbatch)
+            sums, of_ends = jax.tree.map(jnp.add, sums, added), _added(of_ends, found)
+        else:
+            gradient = _slot(carry["gradients"], piece["take"])
+        if kind == INPUT:
+            carry = {**carry, "cotangents": _written(carry["cotangents"], gradient, piece["cotangent"])}
+        value = None
+        if of_weights:
+            found, value = pull(gradient)
+            of_layers = self._layers_added(of_layers, found, piece["chunk"])
+        elif of_x:
+            _, value = pull(gradient)
+        if of_weights and variant.first:
+            _, back = jax.vjp(lambda ends: self.stages.enter(ends, microbatch), ends)
+            of_ends, value = _added(of_ends, back(value)[0]), None
+        return {**carry, "totals": (sums, of_ends, of_layers)}, None if kind == WEIGHT else value
 
-            # Which of the three inputs this piece differentiates by; the compiler leaves out what the others would take.
-            of_x = kind != CODES[WEIGHT] and not first
-            of_weights = kind != CODES[INPUT]
-            wanted = ((ends,) if of_weights and (first or last) else ()) + ((own,) if of_weights else ()) + ((x,) if of_x else ())
-            if not wanted:                                             # the input half of the first position
-                return ended(jnp.zeros_like(x), totals)
+    # Through the layers of one position, and through the head.
 
-            def function(*wanted):
-                rest = list(wanted)
-                e = rest.pop(0) if of_weights and (first or last) else ends
-                o = rest.pop(0) if of_weights else own
-                return through(e, o, rest.pop(0) if of_x else x)
+    def _read(self, operands: _Operands, piece):
+        """The parameters of the ends, those of a chunk's layers and their facts, and a microbatch."""
+        count, chunks = jax.tree.leaves(operands.layers)[0].shape[0] // self.table.num_chunks, self.table.num_chunks
 
-            out, pull, sums = jax.vjp(function, *wanted, has_aux=True)
-            found = list(pull(jnp.ones_like(out) if last else gradient))
-            total, of_ends, of_layers = totals
-            if of_weights and (first or last):
-                of_ends = jax.tree.map(lambda a, g: a + g.astype(a.dtype), of_ends, found.pop(0))
-            if of_weights:
-                of_layers = self._add(of_layers, found.pop(0), chunk)
-                if last:                                               # once for each microbatch
-                    total = jax.tree.map(jnp.add, total, sums)
-            return ended(found.pop(0) if of_x else jnp.zeros_like(x), (total, of_ends, of_layers))
+        def of_chunk(x):
+            return x if chunks == 1 else jax.lax.dynamic_slice_in_dim(x, piece["chunk"] * count, count)
 
-        if not kind or (kind == CODES[FORWARD] and last):               # the last position's forward is part of its backward
-            return nothing
-        return forward if kind == CODES[FORWARD] else backward
+        microbatch = jax.tree.map(lambda a: _slot(a, piece["microbatch"]), operands.microbatches)
+        return operands.ends, jax.tree.map(of_chunk, operands.layers), jax.tree.map(of_chunk, operands.along), microbatch
 
-    def _add(self, total, found, chunk):
+    def _forward(self, own, facts, x, microbatch):
+        """(the position's output, what is left for its backward)."""
+        if not self.saved:
+            return self.stages.blocks(own, facts, x, microbatch), x
+        value, pull = jax.vjp(lambda own, x: self.stages.blocks(own, facts, x, microbatch), own, x)
+        return value, _residuals(pull)
+
+    def _backward(self, own, facts, left, microbatch, of_weights: bool):
+        """(the position's output where it was computed, a function from its gradient to those of the weights and of x)."""
+        def blocks(own, x):
+            return self.stages.blocks(own, facts, x, microbatch)
+
+        if self.saved:
+            # Traced once more for its form alone: what would compute it anew is not used, and the compiler leaves it out.
+            _, pull = jax.vjp(blocks, own, jnp.zeros(self.x.shape, self.x.dtype))
+            return None, _with_residuals(pull, left)
+        x = self.stages.keep_x(left)
+        if of_weights:
+            return jax.vjp(blocks, own, x)
+        outputs, pull = jax.vjp(lambda x: blocks(own, x), x)
+        return outputs, lambda gradient: (None, *pull(gradient))
+
+    def _head(self, ends, outputs, microbatch):
+        """(gradient of the last position's output, the sums, gradients of the ends)."""
+        def objective(ends, x):
+            return self.stages.leave(ends, x, microbatch)
+
+        value, pull, sums = jax.vjp(objective, ends, outputs, has_aux=True)
+        found, gradient = pull(jnp.ones_like(value))
+        return self.stages.keep_x(gradient), sums, found
+
+    def _layers_added(self, total, found, chunk):
         """The gradients of one chunk added to those of all."""
         if self.table.num_chunks == 1:
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, found)
+            return _added(total, found)
 
         def one(a, g):
             start = chunk * g.shape[0]
@@ -252,10 +335,34 @@ class _Body:
         return jax.tree.map(one, total, found)
 
 
-def _or_last(slot: jax.Array, applies: jax.Array, count: int) -> jax.Array:
-    """The slot, or the one beyond the `count` that are used."""
-    return jnp.where(applies & (slot >= 0), slot, count)
+def _added(total: Any, found: Any) -> Any:
+    return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, found)
+
+
+def _slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
 
 
 def _written(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
+    return jax.lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), slot, 0)
+
+
+# What a vjp of (weights, x) keeps besides its arguments: arrays, but for random keys, which are known anyway.
+
+def _is_kept(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _kept_parts(pull: Any) -> tuple[Any, ...]:
+    """x, the last argument, where it is needed; and what was computed on the way."""
+    return pull.args_res[-1], pull.opaque_residuals, pull.structured_residuals
+
+
+def _residuals(pull: Any) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(_kept_parts(pull)) if _is_kept(leaf)]
+
+
+def _with_residuals(pull: Any, residuals: list[jax.Array]) -> Callable:
+    left = iter(residuals)
+    x, opaque, structured = jax.tree.map(lambda leaf: next(left) if _is_kept(leaf) else leaf, _kept_parts(pull))
+    return pull.replace(args_res=[*pull.args_res[:-1], x], opaque_residuals=opaque, structured_residuals=structured)

@@ -5,6 +5,8 @@ import dataclasses
 from partitioning.declaration import DeclarationError, leaf
 from partitioning.schedules import Table, make
 
+RESIDUALS = ("recompute", "saved")
+
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
@@ -12,6 +14,8 @@ class PipelineConfig:
     schedule: str = leaf("one_f_one_b", "a schedule's name, a sheet (mine.csv) or a function of one's own (mine.py:function)")
     num_microbatches: int | None = leaf(None, "pieces of a batch in one pass through the pipeline (None: 2 x mesh.pipe)", at_least=1)
     chunks_per_stage: int | None = leaf(None, "parts of the model that each stage holds (None: as the schedule has it)", at_least=1)
+    residuals: str = leaf("recompute", "what a forward leaves for its backward: its input alone, or all that train.remat keeps",
+                          choices=RESIDUALS)
 
 
 def read_table(config: PipelineConfig, num_stages: int, num_layers: int) -> Table | None:

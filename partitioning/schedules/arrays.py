@@ -13,16 +13,22 @@ stage (interval colouring). A slot that is read can be written by a later piece 
 One tick of the executor: do the pieces in order; a result that stays goes into its slot at once; the others are exchanged, one
 to the next stage and one to the previous stage, and put where `arrival_slot` says. With latency 2 it exchanges what the tick
 before gave.
+
+The pieces of a tick stand in lanes. A list that is as long as any fills them all; a shorter one takes, in its order, lanes that
+hold the same kinds in full lists, so that a program for one lane need not know all kinds.
 """
 
 import dataclasses
+import functools
 import heapq
+import itertools
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
 from partitioning.schedules.checker import outgoing
-from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, NEXT, STAY, WEIGHT, Table
+from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, NEXT, STAY, WEIGHT, Table, Work
 
 CODES = {kind: code for code, kind in enumerate(KINDS, 1)}    # 0 is no work
 NOTHING, ACTIVATION, GRADIENT = 0, 1, 2
@@ -40,7 +46,7 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Arrays of int32. Those of work are [tick, stage, index in the list of work], -1 where there is nothing to say.
+    """Arrays of int32. Those of work are [tick, stage, lane], -1 where there is nothing to say.
 
     Attributes:
       kind: 0 for none, else one of CODES: 1 forward, 2 backward, 3 input half, 4 weight half.
@@ -49,7 +55,8 @@ class Plan:
         comes from the data or the loss.
       residual: the slot that a forward writes and the others read.
       cotangent: the slot that an input half writes and a weight half reads.
-      keep: the slot of activations (forward) or gradients (backward, input half) for a result that stays on its stage.
+      keep: the slot of activations (forward) or gradients (backward, input half) for a result that stays on its stage. If
+        outputs are kept, the last forward has a slot of gradients, which its backward or input half takes.
       send: the step of a result that another stage takes: 1 to the next, -1 to the previous, else 0.
       arrival: [tick, stage, FROM_PREVIOUS or FROM_NEXT] what the exchange brings once the tick's work is done: NOTHING,
         ACTIVATION or GRADIENT.
@@ -73,16 +80,22 @@ class Plan:
     to_previous: tuple[tuple[int, int], ...]
 
 
-def plan(table: Table) -> Plan:
-    """The arrays of a table that `check` has passed."""
+def plan(table: Table, keep_outputs: bool = False) -> Plan:
+    """The arrays of a table that `check` has passed.
+
+    Args:
+      table: the schedule.
+      keep_outputs: whether what the last forward gives waits for its backward or input half, in a slot of gradients.
+    """
     length, stages, width = len(table.ticks), table.num_stages, table.width
     work = {name: np.full((length, stages, width), -1, np.int32)
             for name in ("microbatch", "chunk", "position", "take", "residual", "cotangent", "keep")}
     kind, send = np.zeros((2, length, stages, width), np.int32)
     arrival, arrival_slot = np.zeros((length, stages, 2), np.int32), np.full((length, stages, 2), -1, np.int32)
     done = {}                                                   # (kind, microbatch, position): (tick, stage, index)
+    lane_of = _lanes(table)
     for tick, stage, index, (name, microbatch, chunk) in table.entries():
-        place, position = (tick, stage, index), table.placement[chunk][stage]
+        place, position = (tick, stage, lane_of(table.ticks[tick][stage])[index]), table.placement[chunk][stage]
         done[name, microbatch, position] = place
         kind[place], work["microbatch"][place] = CODES[name], microbatch
         work["chunk"][place], work["position"][place] = chunk, position
@@ -100,9 +113,13 @@ def plan(table: Table) -> Plan:
         if name == INPUT:
             reader = done[WEIGHT, microbatch, position]
             cotangents[stage].append((time(place), time(reader), [("cotangent", place), ("cotangent", reader)]))
+        forward = name == FORWARD
+        if keep_outputs and forward and position == table.num_positions - 1:
+            reader = next(done[k, microbatch, position] for k in (BACKWARD, INPUT) if (k, microbatch, position) in done)
+            gradients[stage].append((time(place), time(reader), [("keep", place), ("take", reader)]))
         if (name, position) not in ways:
             continue
-        step, forward = ways[name, position], name == FORWARD
+        step = ways[name, position]
         readers = [(FORWARD, microbatch, position + 1)] if forward else [(k, microbatch, position - 1) for k in (BACKWARD, INPUT)]
         reader = next(done[key] for key in readers if key in done)
         if step == STAY:
@@ -120,6 +137,19 @@ def plan(table: Table) -> Plan:
     links = sorted(table.links())
     return Plan(kind=kind, send=send, arrival=arrival, **arrays, slots=Slots(*counts), to_next=tuple(links),
                 to_previous=tuple((other, one) for one, other in links))
+
+
+def _lanes(table: Table) -> Callable[[tuple[Work, ...]], tuple[int, ...]]:
+    """A function that gives each piece of a list its lane; lanes rise along the list."""
+    full = {tuple(work.kind for work in works) for row in table.ticks for works in row if len(works) == table.width}
+    kinds = [{one[lane] for one in full} for lane in range(table.width)]
+
+    @functools.cache
+    def lanes(wanted: str) -> tuple[int, ...]:
+        ways = list(itertools.combinations(range(table.width), len(wanted)))
+        return next((way for way in ways if all(kind in kinds[lane] for kind, lane in zip(wanted, way, strict=True))), ways[0])
+
+    return lambda works: lanes("".join(work.kind for work in works))
 
 
 def _colour(held: list, arrays: dict[str, np.ndarray]) -> int:
