@@ -17,7 +17,8 @@ from jaxlm.models import build_model
 from jaxlm.models.padding import PADDABLE, padded_sizes
 from jaxlm.optimizers import make_optimizer
 from jaxlm.train_step import initial_counters
-from partitioning import Machine, filled, links, make_mesh, multiples, read_table, resolve, resolve_sizes, trimmed, trimmed_abstract
+from partitioning import (Machine, filled, links, make_mesh, multiples, read_table, resolve, resolve_sizes, trimmed,
+                          trimmed_abstract)
 from partitioning.declaration import DeclarationError
 from partitioning.machine import check_within_host, notes
 from partitioning.schedules import Table
@@ -26,8 +27,8 @@ from partitioning.tables import read_axes
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a configuration means on a number of devices. `layout` is bound to a mesh once `on_devices` has been called; `table` is
-    the schedule of a pipeline, if there is one."""
+    """What a configuration means on a number of devices. `layout` is bound to a mesh once `on_devices` has been called;
+    `table` is the schedule of a pipeline, if there is one."""
 
     config: Config
     model: Any
@@ -148,8 +149,8 @@ def build_job(config: Config, num_devices: int, machine: Machine | None = None) 
     if config.train.global_batch_size % pieces:
         raise DeclarationError(
             f"config.train.global_batch_size = {config.train.global_batch_size} is not a multiple of {pieces}: "
-            f"gradient_accumulation = {config.train.gradient_accumulation} times {table.num_microbatches} microbatches of the pipeline "
-            "(config.pipeline.num_microbatches).")
+            f"gradient_accumulation = {config.train.gradient_accumulation} times {table.num_microbatches} microbatches of the "
+            "pipeline (config.pipeline.num_microbatches).")
     microbatch = config.train.global_batch_size // pieces
     activations = model.activations(microbatch, config.data.sequence_length)
     layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE, _keys(config, pieces))

@@ -97,8 +97,10 @@ def make_train_step(config: Config, model: Any, optimizer: Any, layout: Any, tab
         if through_pipeline is None:
             loss_sum, gradients = loss_and_gradients(objective, params, batch, accumulation=accumulation, dtype=gradient_dtype)
         else:
-            loss_sum, gradients = added_up(
-                lambda part: through_pipeline(params, split_microbatches(part, table.num_microbatches), weight, key), batch, accumulation)
+            def of(part):
+                return through_pipeline(params, split_microbatches(part, table.num_microbatches), weight, key)
+
+            loss_sum, gradients = added_up(of, batch, accumulation)
         if config.precision.scales_loss:
             gradients = loss_scale.unscale(gradients, scale)
         loss = loss_sum / jnp.maximum(targets, 1)

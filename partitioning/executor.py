@@ -161,7 +161,7 @@ class _Body:
 
         carry, _ = jax.lax.scan(tick, carry, rows)
         sums, of_ends, of_layers = carry["totals"]
-        return *jax.lax.psum((sums, of_ends), AXIS), of_layers
+        return *over_stages(sums, of_ends), of_layers
 
     # The state of a stage.
 
@@ -330,9 +330,15 @@ class _Body:
 
         def one(a, g):
             start = chunk * g.shape[0]
-            return jax.lax.dynamic_update_slice_in_dim(a, jax.lax.dynamic_slice_in_dim(a, start, g.shape[0]) + g.astype(a.dtype), start, 0)
+            own = jax.lax.dynamic_slice_in_dim(a, start, g.shape[0])
+            return jax.lax.dynamic_update_slice_in_dim(a, own + g.astype(a.dtype), start, 0)
 
         return jax.tree.map(one, total, found)
+
+
+def over_stages(sums: Any, of_ends: Any) -> tuple[Any, Any]:
+    """What the stages found of the sums and of the gradients of the ends, added up: a table may be used at both ends."""
+    return jax.lax.psum((sums, of_ends), AXIS)
 
 
 def _added(total: Any, found: Any) -> Any:

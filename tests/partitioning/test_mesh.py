@@ -94,7 +94,7 @@ def test_a_size_of_zero_is_refused():
     assert "config.mesh.data = 0" in message(MeshConfig(data=0), 8)
 
 
-@pytest.mark.parametrize("axis", ["pipe", "expert", "context"])
+@pytest.mark.parametrize("axis", ["expert", "context"])
 def test_axes_that_nothing_serves_yet_are_refused_even_when_open(axis):
     assert f"config.mesh.{axis} = 2" in message(MeshConfig(**{axis: 2}), 8)
     assert "not available yet" in message(MeshConfig(**{axis: -1}), 8)

@@ -1,0 +1,177 @@
+"""One answer, through pipelines: every schedule trains to the curve of one device, whatever lies beside it on the mesh.
+
+The mistakes that a pipeline can make are then made on purpose, and the comparison sees them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm import job as jobs
+from jaxlm.job import build_job
+from jaxlm.train import compile_train_step
+from partitioning import executor
+from partitioning.paths import flatten
+from partitioning.schedules import plan
+from partitioning.schedules.arrays import CODES
+from tests.system.curves import compare, config_of, curve, is_equal, one_device
+
+LAYERS = 8                                     # two for each of four stages, one for each half of them
+BESIDE = {"alone": {}, "data": dict(mesh__data=2), "fsdp": dict(mesh__fsdp=2), "tensor": dict(mesh__tensor=2)}
+GPT2 = dict(model__norm="layernorm", model__activation="gelu", model__position="learned", model__bias=True,
+            model__tie_embeddings=True, model__dropout=0.1, optimizer__z_loss=1e-3)
+
+
+def leaves_of(schedule, stages, microbatches=4, **more):
+    return dict(model__num_layers=LAYERS, mesh__pipe=stages, pipeline__schedule=schedule,
+                pipeline__num_microbatches=microbatches, **more)
+
+
+def compared(leaves, devices, steps=50, **model):
+    ours = curve(config_of(**model, **leaves), devices, steps)
+    reference = one_device(**{"model__num_layers": LAYERS, **model})
+    return compare(ours, [figures[:steps] for figures in reference])
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v"])
+def test_the_curve_is_that_of_one_device(schedule, stages, beside):
+    residuals = "saved" if (stages, beside) in ((2, "alone"), (4, "data"), (2, "fsdp"), (4, "tensor")) else "recompute"
+    leaves = leaves_of(schedule, stages, pipeline__residuals=residuals, **BESIDE[beside])
+    figures = compared(leaves, stages * (1 if beside == "alone" else 2))
+    assert is_equal(figures), figures
+
+
+OTHERS = {
+    "all axes, saved": (8, leaves_of("one_f_one_b", 2, 2, mesh__fsdp=2, mesh__tensor=2, mesh__data=1,
+                                     pipeline__residuals="saved")),
+    "sequence, hybrid": (8, leaves_of("one_f_one_b", 2, 2, mesh__fsdp=2, mesh__tensor=2, mesh__data=1, sharding__activations=dict(
+        rules=dict(stream_length="tensor")))),
+    "ZeRO 0": (4, leaves_of("one_f_one_b", 2, mesh__fsdp=2, sharding__zero=0)),
+    "ZeRO 1": (4, leaves_of("one_f_one_b", 2, mesh__fsdp=2, sharding__zero=1)),
+    "ZeRO 2": (4, leaves_of("zero_bubble", 2, mesh__fsdp=2, sharding__zero=2)),
+    "ZeRO 3 over data": (4, leaves_of("one_f_one_b", 2, mesh__data=2, sharding__zero_axes=("data",))),
+    "ends shared over the stages": (2, leaves_of("one_f_one_b", 2, sharding__zero_axes=("pipe",))),
+    "one piece per tick": (4, leaves_of("one_f_one_b_alternating", 4, 8)),
+    "late weight halves": (4, leaves_of("zero_bubble_paired", 4, 8, pipeline__residuals="saved")),
+    "more chunks": (2, leaves_of("interleaved", 2, pipeline__chunks_per_stage=4)),
+    "no remat, saved": (4, leaves_of("one_f_one_b", 2, mesh__fsdp=2, train__remat=("none",), pipeline__residuals="saved")),
+    "full remat, saved": (2, leaves_of("one_f_one_b", 2, train__remat=("full",), pipeline__residuals="saved")),
+    "unrolled": (2, leaves_of("one_f_one_b", 2, model__scan_layers=False)),
+    "accumulation": (2, leaves_of("one_f_one_b", 2, 2, train__gradient_accumulation=2)),
+}
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_so_it_is_in_every_form_of_the_step(form):
+    devices, leaves = OTHERS[form]
+    figures = compared(leaves, devices)
+    assert is_equal(figures), figures
+
+
+@pytest.mark.parametrize("schedule, residuals", [("one_f_one_b", "recompute"), ("zero_bubble_v", "saved")])
+def test_the_curve_of_a_model_like_gpt_2_with_dropout_is_that_of_one_device(schedule, residuals):
+    """One table at both ends, a penalty in the head, biases, and the masks of every microbatch, forward and recomputed."""
+    leaves = leaves_of(schedule, 2, 2, mesh__fsdp=2, train__gradient_accumulation=2, pipeline__residuals=residuals)
+    figures = compared(leaves, 4, **GPT2)
+    assert is_equal(figures), figures
+
+
+def test_layers_with_windows_of_their_own_keep_them():
+    model = dict(model__window_pattern=(8, None, 4))
+    figures = compared(leaves_of("interleaved", 2), 2, steps=10, **model)
+    assert is_equal(figures), figures
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_half_precision_trains_alike(compute):
+    leaves = leaves_of("one_f_one_b", 2, precision__compute=compute, pipeline__residuals="saved")
+    loss, norm = curve(config_of(**leaves), 2, 20)
+    reference, _ = one_device(model__num_layers=LAYERS, precision__compute=compute)
+    assert np.isfinite(norm).all() and np.abs(loss - reference[:20]).max() < 2e-2
+
+
+# What a checkpoint holds.
+
+def test_a_checkpoint_has_no_trace_of_the_pipeline():
+    def saved(devices, **leaves):
+        job = build_job(config_of(**leaves), devices).on_devices(jax.devices()[:devices])
+        return {path: (x.shape, x.dtype) for path, x in flatten(job.abstract_saved()).items()}, job
+
+    without, _ = saved(1, model__num_layers=LAYERS, mesh__data=1)
+    for schedule in ("one_f_one_b", "interleaved", "zero_bubble_v"):
+        assert saved(4, **leaves_of(schedule, 4))[0] == without
+
+
+def test_initial_parameters_have_the_same_bits_on_every_stage():
+    def initial(devices, **leaves):
+        return jax.device_get(build_job(config_of(**leaves), devices).on_devices(jax.devices()[:devices]).initialise())
+
+    same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), initial(1, model__num_layers=LAYERS, mesh__data=1),
+                        initial(4, **leaves_of("one_f_one_b", 4)))
+    assert all(jax.tree.leaves(same))
+
+
+# Mistakes.
+
+STEPS = 10
+
+
+def lost_microbatch(monkeypatch):
+    """No stage goes back through microbatch 1."""
+    def lossy(*args, **kwargs):
+        arrays = plan(*args, **kwargs)
+        lost = (arrays.kind == CODES["B"]) & (arrays.microbatch == 1)
+        return dataclasses.replace(arrays, kind=np.where(lost, 0, arrays.kind))
+
+    monkeypatch.setattr(executor, "plan", lossy)
+
+
+def stale_activation(monkeypatch):
+    """Neighbours exchange what the tick before gave, one tick too late."""
+    table = jobs.read_table
+    monkeypatch.setattr(jobs, "read_table", lambda *args: dataclasses.replace(table(*args), latency=2))
+    monkeypatch.setattr(executor, "plan", lambda table, **kwargs: plan(dataclasses.replace(table, latency=1), **kwargs))
+
+
+def ends_not_summed(monkeypatch):
+    """Each stage keeps its own gradients of the embedding and the head, which are one table."""
+    monkeypatch.setattr(executor, "over_stages", lambda sums, of_ends: (jax.lax.psum(sums, executor.AXIS), of_ends))
+
+
+def gradients_of_another_chunk(monkeypatch):
+    """Gradients lie in the order in which stages hold the layers."""
+    monkeypatch.setattr(executor.np, "argsort", lambda order: np.arange(len(order)))
+
+
+@pytest.mark.parametrize("mistake, schedule", [
+    (lost_microbatch, "one_f_one_b"), (stale_activation, "one_f_one_b"), (ends_not_summed, "gpipe"),
+    (gradients_of_another_chunk, "interleaved")])
+def test_the_comparison_sees_what_pipelines_get_wrong(mistake, schedule, monkeypatch):
+    tied = dict(model__tie_embeddings=True)
+    one_device(model__num_layers=LAYERS, **tied)                # computed while nothing is broken yet
+    mistake(monkeypatch)
+    figures = compared(leaves_of(schedule, 2), 2, STEPS, **tied)
+    assert not is_equal(figures), figures
+
+
+def test_without_mistakes_those_curves_are_equal():
+    for schedule in ("one_f_one_b", "gpipe", "interleaved"):
+        figures = compared(leaves_of(schedule, 2), 2, STEPS, model__tie_embeddings=True)
+        assert is_equal(figures), figures
+
+
+def test_a_microbatch_without_targets_adds_nothing():
+    config = config_of(**leaves_of("one_f_one_b", 2))
+    job = build_job(config, 2).on_devices(jax.devices()[:2])
+    tokens = np.random.default_rng(0).integers(0, 257, (config.train.global_batch_size, config.data.sequence_length + 1))
+    tokens, rows = tokens.astype(np.int32), np.arange(len(tokens), dtype=np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "example": rows,
+             "mask": np.broadcast_to((rows % 4 != 1)[:, None], tokens[:, 1:].shape)}
+    _, metrics = compile_train_step(job)(job.initialise(), jax.device_put(batch, job.batch_shardings()))
+    assert jnp.isfinite(metrics["loss"]) and jnp.isfinite(metrics["grad_norm"])
+    assert metrics["targets"] == batch["mask"].sum()
