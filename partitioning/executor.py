@@ -30,11 +30,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.pipeline import RESIDUALS
-from partitioning.schedules.arrays import ACTIVATION, CODES, FROM_NEXT, FROM_PREVIOUS, GRADIENT, Plan, plan
-from partitioning.schedules.table import FORWARD, INPUT, NEXT, PREVIOUS, STAY, WEIGHT, Table
+from partitioning.schedules.arrays import ACTIVATION, FROM_NEXT, FROM_PREVIOUS, GRADIENT, Plan, plan
+from partitioning.schedules.table import FORWARD, INPUT, NEXT, PREVIOUS, WEIGHT, Table
 
 AXIS = "pipe"
-KIND = {code: kind for kind, code in CODES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +102,16 @@ def _permuted(x: jax.Array, order: np.ndarray | None) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class _Variant:
-    """What distinguishes the branches of a switch: the kind of work (0: none) and, at some positions, where it is done.
+class _Place:
+    """What distinguishes the branches of a lane's switch: where the work is done, if any is.
 
     Attributes:
-      kind: one of CODES, or 0.
-      first, last: whether it is the model's first or last position.
-      stays: whether the result is for the same stage.
+      busy: whether there is work at all.
+      first, last: whether it is at the model's first or last position.
     """
-    kind: int = 0
+    busy: bool = False
     first: bool = False
     last: bool = False
-    stays: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,26 +124,24 @@ class _Operands:
 
 
 class _Body:
-    """What every stage runs. `rows` are the table's arrays, [stage, tick, ...]."""
+    """What every stage runs. `rows` are the table's arrays, [stage, tick, ...].
+
+    A buffer that a branch writes is read in no other branch of its switch: XLA then writes it in place, and copies nothing.
+    """
 
     def __init__(self, table: Table, stages: Stages, dtype: Any, saved: bool):
         self.table, self.stages, self.dtype, self.saved = table, stages, dtype, saved
         self.plan = arrays = plan(table, keep_outputs=saved)
-        variants = np.vectorize(self._variant, otypes=[object])(arrays.kind, arrays.position)
-        self.variants = [sorted(set(variants[:, :, lane].ravel())) for lane in range(table.width)]
+        places = np.vectorize(self._place, otypes=[object])(arrays.kind, arrays.position)
+        self.places = [sorted(set(places[:, :, lane].ravel())) for lane in range(len(arrays.lanes))]
         rows = {field.name: getattr(arrays, field.name) for field in dataclasses.fields(Plan)
                 if isinstance(getattr(arrays, field.name), np.ndarray)}
-        rows["branch"] = np.stack([np.vectorize(known.index, otypes=[np.int32])(variants[:, :, lane])
-                                   for lane, known in enumerate(self.variants)], axis=-1)
+        rows["branch"] = np.stack([np.vectorize(known.index, otypes=[np.int32])(places[:, :, lane])
+                                   for lane, known in enumerate(self.places)], axis=-1)
         self.rows = {name: jnp.asarray(np.moveaxis(row, 1, 0)) for name, row in rows.items()}
 
-    def _variant(self, kind: int, position: int) -> _Variant:
-        if not kind:
-            return _Variant()
-        steps, last = self.table.steps(), self.table.num_positions - 1
-        to = position if KIND[kind] == FORWARD else position - 1                   # the step that the result takes
-        stays = KIND[kind] != WEIGHT and 0 <= to < last and steps[to] == STAY
-        return _Variant(kind, position == 0, position == last, stays)
+    def _place(self, kind: int, position: int) -> _Place:
+        return _Place(True, position == 0, position == self.table.num_positions - 1) if kind else _Place()
 
     def __call__(self, rows, ends, layers, along, microbatches):
         rows = {name: row[0] for name, row in rows.items()}                        # of this stage
@@ -154,6 +149,7 @@ class _Body:
         carry = self._empty(operands)
 
         def tick(carry, row):
+            carry = dict(carry)
             arriving = carry.pop("outbox", None)
             carry, outbox = self._work(carry, row, operands)
             carry = self._exchange(carry, outbox if arriving is None else arriving, row)
@@ -185,15 +181,16 @@ class _Body:
         return self._kept(carry) | ({"outbox": (self._nothing(),) * 2} if self.table.latency == 2 else {})
 
     def _kept(self, carry: dict[str, Any]) -> dict[str, Any]:
-        """The state, laid out as it always is."""
-        sums, of_ends, of_layers = carry["totals"]
-        buffers = {name: jax.vmap(self.stages.keep_x)(carry[name]) if carry[name].shape[0] else carry[name]
-                   for name in ("activations", "gradients", "cotangents")}
-        residuals = carry["residuals"]
-        if not self.saved and self.plan.slots.residuals:
-            residuals = jax.tree.map(jax.vmap(self.stages.keep_x), residuals)
-        return {**carry, **buffers, "residuals": residuals,
-                "totals": (sums, self.stages.keep_ends(of_ends), self.stages.keep_layers(of_layers))}
+        """Parts of the state, laid out as they always are."""
+        def keep(name, part):
+            if name == "totals":
+                sums, of_ends, of_layers = part
+                return sums, self.stages.keep_ends(of_ends), self.stages.keep_layers(of_layers)
+            if name == "residuals" and self.saved:                                 # the compiler's to say
+                return part
+            return jax.vmap(self.stages.keep_x)(part) if part.shape[0] else part
+
+        return {name: keep(name, part) for name, part in carry.items()}
 
     def _nothing(self) -> jax.Array:
         return self.stages.keep_x(jnp.zeros(self.x.shape, self.x.dtype))
@@ -203,12 +200,26 @@ class _Body:
     def _work(self, carry, row, operands):
         """Does the pieces of a tick in order. Returns the state, and what goes to the next stage and to the previous one."""
         outbox = [self._nothing()] * 2
-        for lane, variants in enumerate(self.variants):
+        for lane, kind in enumerate(self.plan.lanes):
             piece = {name: value[lane] for name, value in row.items() if name not in ("arrival", "arrival_slot")}
-            branches = [self._branch(variant, operands) for variant in variants]
-            carry, value = jax.lax.switch(piece["branch"], branches, carry, piece)
+            writes = {FORWARD: ("residuals",), INPUT: ("cotangents", "totals")}.get(kind, ("totals",))
+            written = {name: carry[name] for name in writes}
+            branches = [self._branch(kind, place, {name: part for name, part in carry.items() if name not in writes}, operands)
+                        for place in self.places[lane]]
+            written, value = jax.lax.switch(piece["branch"], branches, written, piece)
+            carry = {**carry, **written}
+            if np.any(self.plan.keep[:, :, lane] >= 0):
+                carry = self._stay(carry, kind, value, piece)
             outbox = [jnp.where(piece["send"] == step, value, out) for step, out in zip((NEXT, PREVIOUS), outbox, strict=True)]
         return carry, tuple(outbox)
+
+    def _stay(self, carry, kind, value, piece):
+        """Puts a result that another piece of this stage takes where that looks for it."""
+        for name, goes in (("activations", (kind == FORWARD) & (piece["position"] < self.table.num_positions - 1)),
+                           ("gradients", (kind != FORWARD) | (piece["position"] == self.table.num_positions - 1))):
+            slot = jnp.where(goes & (piece["keep"] >= 0), piece["keep"], getattr(self.plan.slots, name))
+            carry = {**carry, name: _written(carry[name], value, slot)}
+        return carry
 
     def _exchange(self, carry, outbox, row):
         """Sends what lies in the two outboxes to the neighbours, and puts what comes where the table says."""
@@ -222,63 +233,50 @@ class _Body:
                     carry = {**carry, name: _written(carry[name], value, jnp.where(what == kind, slot, spare))}
         return carry
 
-    def _branch(self, variant: _Variant, operands: _Operands) -> Callable:
-        """A function (state, row of a piece) -> (state, what goes on) that does one kind of work."""
-        work = {0: _Body._idle, CODES[FORWARD]: _Body._go_forward}.get(variant.kind, _Body._go_back)
-
-        def branch(carry, piece):
-            carry, value = work(self, variant, carry, piece, operands)
-            value = self._nothing() if value is None else self.stages.keep_x(value)
-            if variant.stays:
-                name = "activations" if KIND[variant.kind] == FORWARD else "gradients"
-                carry = {**carry, name: _written(carry[name], value, piece["keep"])}
-            return self._kept(carry), value
+    def _branch(self, kind: str, place: _Place, known: dict[str, Any], operands: _Operands) -> Callable:
+        """A function (parts of the state that this kind of work writes, row of a piece) -> (those parts, what goes on), for one
+        kind of work. `known` are the other parts."""
+        def branch(written, piece):
+            value = None
+            if place.busy:
+                work = self._go_forward if kind == FORWARD else self._go_back
+                written, value = work(kind, place, {**known, **written}, piece, operands)
+            return self._kept(written), self._nothing() if value is None else self.stages.keep_x(value)
 
         return branch
 
-    def _idle(self, variant, carry, piece, operands):
-        return carry, None
-
-    def _go_forward(self, variant, carry, piece, operands):
+    def _go_forward(self, kind, place, carry, piece, operands):
         ends, own, facts, microbatch = self._read(operands, piece)
-        x = self.stages.enter(ends, microbatch) if variant.first else _slot(carry["activations"], piece["take"])
-        if variant.last and not self.saved:
-            return {**carry, "residuals": _written(carry["residuals"], x, piece["residual"])}, None
-        value, left = self._forward(own, facts, x, microbatch)
-        carry = {**carry, "residuals": jax.tree.map(lambda b, r: _written(b, r, piece["residual"]), carry["residuals"], left)}
-        if variant.last:
-            return {**carry, "gradients": _written(carry["gradients"], value, piece["keep"])}, None
-        return carry, value
+        x = self.stages.enter(ends, microbatch) if place.first else _slot(carry["activations"], piece["take"])
+        value, left = (None, x) if place.last and not self.saved else self._forward(own, facts, x, microbatch)
+        return {"residuals": jax.tree.map(lambda b, r: _written(b, r, piece["residual"]), carry["residuals"], left)}, value
 
-    def _go_back(self, variant, carry, piece, operands):
+    def _go_back(self, kind, place, carry, piece, operands):
         """A backward or one of its halves. The first position's input half has nothing to give; all is left to its weight half."""
-        kind, (ends, own, facts, microbatch) = KIND[variant.kind], self._read(operands, piece)
+        ends, own, facts, microbatch = self._read(operands, piece)
         left = jax.tree.map(lambda b: _slot(b, piece["residual"]), carry["residuals"])
         sums, of_ends, of_layers = carry["totals"]
-        of_x, of_weights = kind != WEIGHT and not (kind == INPUT and variant.first), kind != INPUT
-        outputs, pull = None, None
-        if of_weights or of_x or variant.last:
-            outputs, pull = self._backward(own, facts, left, microbatch, of_weights)
+        of_x, of_weights = kind != WEIGHT and not (kind == INPUT and place.first), kind != INPUT
+        outputs, pull = self._backward(own, facts, left, microbatch, of_weights)
+        written, value = {}, None
         if kind == WEIGHT:
             gradient = _slot(carry["cotangents"], piece["cotangent"])
-        elif variant.last:
+        elif place.last:
             outputs = _slot(carry["gradients"], piece["take"]) if self.saved else outputs
             gradient, added, found = self._head(ends, outputs, microbatch)
             sums, of_ends = jax.tree.map(jnp.add, sums, added), _added(of_ends, found)
         else:
             gradient = _slot(carry["gradients"], piece["take"])
         if kind == INPUT:
-            carry = {**carry, "cotangents": _written(carry["cotangents"], gradient, piece["cotangent"])}
-        value = None
-        if of_weights:
+            written["cotangents"] = _written(carry["cotangents"], gradient, piece["cotangent"])
+        if of_weights or of_x:
             found, value = pull(gradient)
+        if of_weights:
             of_layers = self._layers_added(of_layers, found, piece["chunk"])
-        elif of_x:
-            _, value = pull(gradient)
-        if of_weights and variant.first:
-            _, back = jax.vjp(lambda ends: self.stages.enter(ends, microbatch), ends)
-            of_ends, value = _added(of_ends, back(value)[0]), None
-        return {**carry, "totals": (sums, of_ends, of_layers)}, None if kind == WEIGHT else value
+            if place.first:
+                _, back = jax.vjp(lambda ends: self.stages.enter(ends, microbatch), ends)
+                of_ends = _added(of_ends, back(value)[0])
+        return {**written, "totals": (sums, of_ends, of_layers)}, value if of_x and not place.first else None
 
     # Through the layers of one position, and through the head.
 

@@ -14,21 +14,18 @@ One tick of the executor: do the pieces in order; a result that stays goes into 
 to the next stage and one to the previous stage, and put where `arrival_slot` says. With latency 2 it exchanges what the tick
 before gave.
 
-The pieces of a tick stand in lanes. A list that is as long as any fills them all; a shorter one takes, in its order, lanes that
-hold the same kinds in full lists, so that a program for one lane need not know all kinds.
+The pieces of a tick stand in lanes, each for one kind of work, so that a program for a lane need not know the others. There are
+as many lanes as it takes for the kinds of every list to be found in them in order.
 """
 
 import dataclasses
-import functools
 import heapq
-import itertools
 from collections import defaultdict
-from collections.abc import Callable
 
 import numpy as np
 
 from partitioning.schedules.checker import outgoing
-from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, NEXT, STAY, WEIGHT, Table, Work
+from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, NEXT, STAY, WEIGHT, Table
 
 CODES = {kind: code for code, kind in enumerate(KINDS, 1)}    # 0 is no work
 NOTHING, ACTIVATION, GRADIENT = 0, 1, 2
@@ -49,6 +46,7 @@ class Plan:
     """Arrays of int32. Those of work are [tick, stage, lane], -1 where there is nothing to say.
 
     Attributes:
+      lanes: the kind of work that each lane holds, a letter of KINDS.
       kind: 0 for none, else one of CODES: 1 forward, 2 backward, 3 input half, 4 weight half.
       microbatch, chunk, position: of the work.
       take: the slot of the activation (forward) or gradient (backward, input half) to read; -1 at the model's end where that
@@ -64,6 +62,7 @@ class Plan:
       slots: of each buffer.
       to_next, to_previous: (source, destination) of the two exchanges.
     """
+    lanes: str
     kind: np.ndarray
     microbatch: np.ndarray
     chunk: np.ndarray
@@ -87,15 +86,16 @@ def plan(table: Table, keep_outputs: bool = False) -> Plan:
       table: the schedule.
       keep_outputs: whether what the last forward gives waits for its backward or input half, in a slot of gradients.
     """
-    length, stages, width = len(table.ticks), table.num_stages, table.width
+    lanes = _lanes(table)
+    length, stages, width = len(table.ticks), table.num_stages, len(lanes)
     work = {name: np.full((length, stages, width), -1, np.int32)
             for name in ("microbatch", "chunk", "position", "take", "residual", "cotangent", "keep")}
     kind, send = np.zeros((2, length, stages, width), np.int32)
     arrival, arrival_slot = np.zeros((length, stages, 2), np.int32), np.full((length, stages, 2), -1, np.int32)
     done = {}                                                   # (kind, microbatch, position): (tick, stage, index)
-    lane_of = _lanes(table)
     for tick, stage, index, (name, microbatch, chunk) in table.entries():
-        place, position = (tick, stage, lane_of(table.ticks[tick][stage])[index]), table.placement[chunk][stage]
+        lane = _in_lanes("".join(work.kind for work in table.ticks[tick][stage]), lanes)[index]
+        place, position = (tick, stage, lane), table.placement[chunk][stage]
         done[name, microbatch, position] = place
         kind[place], work["microbatch"][place] = CODES[name], microbatch
         work["chunk"][place], work["position"][place] = chunk, position
@@ -135,21 +135,29 @@ def plan(table: Table, keep_outputs: bool = False) -> Plan:
     counts = [max((_colour(held, arrays) for held in buffer.values()), default=0)
               for buffer in (activations, gradients, residuals, cotangents)]
     links = sorted(table.links())
-    return Plan(kind=kind, send=send, arrival=arrival, **arrays, slots=Slots(*counts), to_next=tuple(links),
+    return Plan(lanes=lanes, kind=kind, send=send, arrival=arrival, **arrays, slots=Slots(*counts), to_next=tuple(links),
                 to_previous=tuple((other, one) for one, other in links))
 
 
-def _lanes(table: Table) -> Callable[[tuple[Work, ...]], tuple[int, ...]]:
-    """A function that gives each piece of a list its lane; lanes rise along the list."""
-    full = {tuple(work.kind for work in works) for row in table.ticks for works in row if len(works) == table.width}
-    kinds = [{one[lane] for one in full} for lane in range(table.width)]
+def _lanes(table: Table) -> str:
+    """The kind of work of each lane."""
+    lists = {"".join(work.kind for work in works) for row in table.ticks for works in row}
+    lanes = ""
+    for kinds in sorted(lists, key=lambda kinds: (-len(kinds), [KINDS.index(kind) for kind in kinds])):
+        found = _in_lanes(kinds, lanes)
+        lanes += kinds[len(found):]
+    return lanes
 
-    @functools.cache
-    def lanes(wanted: str) -> tuple[int, ...]:
-        ways = list(itertools.combinations(range(table.width), len(wanted)))
-        return next((way for way in ways if all(kind in kinds[lane] for kind, lane in zip(wanted, way, strict=True))), ways[0])
 
-    return lambda works: lanes("".join(work.kind for work in works))
+def _in_lanes(kinds: str, lanes: str) -> list[int]:
+    """Rising lanes for the kinds of a list, each the first that there is; fewer than there are kinds where lanes run out."""
+    found: list[int] = []
+    for kind in kinds:
+        lane = lanes.find(kind, found[-1] + 1 if found else 0)
+        if lane < 0:
+            break
+        found.append(lane)
+    return found
 
 
 def _colour(held: list, arrays: dict[str, np.ndarray]) -> int:

@@ -155,9 +155,11 @@ def temporary(name, microbatches, residuals):
 @pytest.mark.parametrize("residuals", RESIDUALS)
 def test_memory_is_flat_in_the_microbatches_for_1f1b_and_rises_for_gpipe(residuals):
     x = 256 * WIDTH * 4
-    flat = temporary("one_f_one_b", 32, residuals) - temporary("one_f_one_b", 8, residuals)
-    assert flat < x
-    assert temporary("gpipe", 32, residuals) - temporary("gpipe", 8, residuals) >= 4 * 24 * x       # of four devices
+    assert temporary("one_f_one_b", 32, residuals) - temporary("one_f_one_b", 8, residuals) < x
+    more = (temporary("gpipe", 32, residuals) - temporary("gpipe", 8, residuals)) / x
+    assert 24 <= more
+    if residuals == "recompute":
+        assert more < 26                       # and no copy beside the buffer
 
 
 def test_saved_residuals_hold_no_weights():

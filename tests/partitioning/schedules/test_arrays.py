@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioning.schedules import SCHEDULES, live_counts, make, plan
+from partitioning.schedules import SCHEDULES, from_csv, live_counts, make, plan
 from partitioning.schedules.arrays import ACTIVATION, CODES, GRADIENT
 from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, WEIGHT
 from tests.partitioning.schedules.test_tables import made
@@ -24,7 +24,7 @@ def follow(table, keep_outputs):
     for tick in range(len(table.ticks)):
         outbox = {}
         for stage in stages:
-            for lane in range(table.width):
+            for lane in range(len(arrays.lanes)):
                 at = tick, stage, lane
                 kind = KINDS.get(int(arrays.kind[at]))
                 if kind is None:
@@ -83,8 +83,16 @@ def test_every_read_finds_what_was_written_for_it(name, keep_outputs, stages, mi
     assert arrays.slots.residuals == max(live_counts(table))           # as small as the peak
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble_paired"])
-def test_a_lane_holds_one_kind_of_work(name):
-    table = make(name, 4, 8)
-    kinds = plan(table).kind
-    assert all(len(set(np.unique(kinds[:, :, lane])) - {0}) == 1 for lane in range(table.width)) or table.width == 1
+@pytest.mark.parametrize("name, lanes", [("gpipe", "FB"), ("one_f_one_b", "FB"), ("one_f_one_b_alternating", "FB"),
+                                         ("zero_bubble", "FIW"), ("zero_bubble_paired", "FIW")])
+def test_a_lane_holds_one_kind_of_work(name, lanes):
+    arrays = plan(make(name, 4, 8))
+    assert arrays.lanes == lanes
+    for lane, kind in enumerate(lanes):
+        assert set(np.unique(arrays.kind[:, :, lane])) == {0, CODES[kind]}
+
+
+def test_there_are_lanes_for_lists_in_any_order():
+    table = from_csv("0,F0,F1 B0,B1 F2,B2", "mine")
+    assert plan(table).lanes == "FBF"
+    follow(table, True)
