@@ -6,6 +6,8 @@ The answer comes from shapes and the declared tables: it is the layout that trai
 Nothing is allocated and no accelerator is needed, not even to compile the step for one:
 
     python -m jaxlm.explain --config=llama3_70b --simulate_devices=512 --target=h200 --config.mesh.fsdp=-1
+
+`--schedule` draws what the stages of a pipeline do, tick by tick.
 """
 
 import dataclasses
@@ -15,7 +17,9 @@ import sys
 
 from jaxlm import xla_flags
 from jaxlm.commandline import configured, parser, run
+from partitioning import schedules
 from partitioning.declaration import DeclarationError
+from partitioning.pipeline import COSTS
 from partitioning.targets import DEVICES_PER_HOST, target
 
 
@@ -25,6 +29,7 @@ def arguments():
     out.add_argument("--compile", action="store_true",
                      help="also compile the training step: its collectives and its memory, for the devices that are here")
     out.add_argument("--target", metavar="CHIP", help="compile for GPUs that need not be here (h200, a100): does the step fit?")
+    out.add_argument("--schedule", action="store_true", help="also draw the pipeline's schedule: which stage does what when")
     out.add_argument("--html", metavar="FILE", help="also write a page to look at, with a picture of which device holds what")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return out
@@ -45,15 +50,29 @@ def main(flags) -> None:
     number = flags.simulate_devices or jax.device_count()
     machine = chip.machine(number) if chip else simulated(number) if flags.simulate_devices else machine_of(jax.devices())
     job = build_job(config, number, machine)
+    if flags.schedule and job.table is None:
+        raise DeclarationError("--schedule draws the schedule of a pipeline, but config.mesh.pipe = 1; a pipeline is declared by "
+                               "--config.mesh.pipe=4, say.")
     collectives, memory = None, None
     if chip or flags.compile:
         job, collectives, memory = _compiled(job, chip, flags)
     if page_file is not None:
-        page_file.write_text(page.html(job.layout, collectives, memory, f"Sharding of {flags.config}", job.links()), "utf-8")
+        sections = [] if job.table is None else [schedules.schedule_html(job.table, COSTS[config.pipeline.residuals])]
+        title = f"Sharding of {flags.config}"
+        page_file.write_text(page.html(job.layout, collectives, memory, title, job.links(), sections), "utf-8")
     if flags.json:
-        print(json.dumps(report.to_json(job.layout, collectives, memory, job.links())))
-    else:
-        print(report.text(job.layout, collectives, memory, job.links()), end="")
+        facts = report.to_json(job.layout, collectives, memory, job.links())
+        print(json.dumps(facts | _schedule(job) if flags.schedule else facts))
+        return
+    print(report.text(job.layout, collectives, memory, job.links()), end="")
+    if flags.schedule:
+        print("\n" + schedules.schedule_text(job.table, COSTS[config.pipeline.residuals]))
+
+
+def _schedule(job) -> dict:
+    """The schedule in numbers. `live` counts microbatches on each stage; the times are modelled, in forwards of a stage."""
+    figures = schedules.measure(job.table, COSTS[job.config.pipeline.residuals])
+    return {"schedule": {"name": job.table.name, "microbatches": job.table.num_microbatches, **dataclasses.asdict(figures)}}
 
 
 def _compiled(job, chip, flags):

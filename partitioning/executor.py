@@ -252,7 +252,7 @@ class _Body:
         return {"residuals": jax.tree.map(lambda b, r: _written(b, r, piece["residual"]), carry["residuals"], left)}, value
 
     def _go_back(self, kind, place, carry, piece, operands):
-        """A backward or one of its halves. The first position's input half has nothing to give; all is left to its weight half."""
+        """A backward or one of its halves. The first position's input half has nothing to give, its weight half does it all."""
         ends, own, facts, microbatch = self._read(operands, piece)
         left = jax.tree.map(lambda b: _slot(b, piece["residual"]), carry["residuals"])
         sums, of_ends, of_layers = carry["totals"]

@@ -47,7 +47,7 @@ def colour(place: int) -> str:
 
 
 def html(layout: Layout, collectives: Sequence[Mapping[str, Any]] | None = None, memory: Memory | None = None,
-         title: str = "Sharding", links: Mapping[str, str] | None = None) -> str:
+         title: str = "Sharding", links: Mapping[str, str] | None = None, sections: Sequence[Markup] = ()) -> str:
     """The whole page.
 
     Args:
@@ -56,8 +56,9 @@ def html(layout: Layout, collectives: Sequence[Mapping[str, Any]] | None = None,
       memory: of one training step; None where nothing was compiled.
       title: heads the page.
       links: mesh axis to what connects its devices, in words.
+      sections: more of the page, such as a schedule.
     """
-    parts = [_head(layout, title, links or {}), *([_picture(layout)] if layout.rows else []),
+    parts = [_head(layout, title, links or {}), *([_picture(layout)] if layout.rows else []), *sections,
              *_arrays(layout), *([] if collectives is None else [_collectives(collectives)]),
              *([] if memory is None else [_memory(memory)])]
     styles = "\n".join([_file("page.css"), *(f".c{place} {{ background: {colour(place)} }}" for place in range(DRAWN))])

@@ -3,17 +3,21 @@
 import dataclasses
 
 from partitioning.declaration import DeclarationError, leaf
-from partitioning.schedules import Table, make
+from partitioning.schedules import Costs, Table, make
 
 RESIDUALS = ("recompute", "saved")
+# What the executor's work takes, in forwards, where nothing in the layers is computed again: a weight half goes back through all
+# of them once more, and each piece that recomputes takes a forward more.
+COSTS = {"recompute": Costs(forward=1, input=2, weight=3, whole=3), "saved": Costs(forward=1, input=1, weight=2, whole=2)}
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
     """Read where mesh.pipe is larger than 1; the number of stages is that size."""
     schedule: str = leaf("one_f_one_b", "a schedule's name, a sheet (mine.csv) or a function of one's own (mine.py:function)")
-    num_microbatches: int | None = leaf(None, "pieces of a batch in one pass through the pipeline (None: 2 x mesh.pipe)", at_least=1)
-    chunks_per_stage: int | None = leaf(None, "parts of the model that each stage holds (None: as the schedule has it)", at_least=1)
+    num_microbatches: int | None = leaf(
+        None, "pieces of a batch in one pass through the stages (None: 2 x mesh.pipe)", at_least=1)
+    chunks_per_stage: int | None = leaf(None, "parts of the model on each stage (None: as the schedule has it)", at_least=1)
     residuals: str = leaf("recompute", "what a forward leaves for its backward: its input alone, or all that train.remat keeps",
                           choices=RESIDUALS)
 

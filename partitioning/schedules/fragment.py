@@ -33,8 +33,8 @@ def schedule_html(table: Table, costs: Costs = Costs(), most: int = 4000) -> Mar
                   tag("th", "most live microbatches", scope="col", class_="number"))
     picture = _svg(table, costs, start, end, drawn)
     stages = tag("table", tag("thead", heading), tag("tbody", *rows))
-    return tag("section", tag("h2", "Pipeline schedule"), tag("p", size_line(table)), tag("p", bubble_line(figures, costs)),
-               tag("ul", *_legend(table), class_="legend"), *cut,
+    return tag("section", tag("h2", "Pipeline schedule"), tag("p", size_line(table)),
+               tag("p", bubble_line(figures, costs, table)), tag("ul", *_legend(table), class_="legend"), *cut,
                tag("div", picture, class_="scroll", role="region", aria_label="schedule", tabindex=0),
                tag("div", stages, class_="scroll", role="region", aria_label="stages", tabindex=0), id="schedule")
 

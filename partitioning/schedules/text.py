@@ -32,7 +32,7 @@ def schedule_text(table: Table, costs: Costs = Costs(), width: int | None = None
     columns = [_column(table, tick, shown) for tick in range(len(table.ticks))]
     groups = _wrapped([len(column[0]) for column in columns], width - margin - 2)
     drawn, missing = ends(len(groups), blocks)
-    words = (size_line(table), bubble_line(figures, costs), live_line(figures, table, shown))
+    words = (size_line(table), bubble_line(figures, costs, table), live_line(figures, table, shown))
     lines = [line for said in words for line in textwrap.wrap(said, max(width, 20), subsequent_indent="  ")]
     for place, group in enumerate(drawn):
         if missing and place and drawn[place - 1] + 1 < group:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from partitioning.schedules.figures import Costs, Figures
-from partitioning.schedules.table import KINDS, WORDS, Table
+from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, WORDS, Table
 
 
 def size_line(table: Table) -> str:
@@ -15,11 +15,12 @@ def size_line(table: Table) -> str:
     return f"{table.name}: {', '.join(sizes)}"
 
 
-def bubble_line(figures: Figures, costs: Costs) -> str:
+def bubble_line(figures: Figures, costs: Costs, table: Table) -> str:
     """The bubble, and what the time was reckoned with."""
-    return (f"idle: {figures.bubble:.1%} in ticks, {figures.time_bubble:.1%} of the time, which is {figures.time_ratio:.2f} of the "
-            f"ideal (forward {costs.forward:g}, input half {costs.input:g}, weight half {costs.weight:g}; neighbours wait for "
-            "each other at each tick)")
+    prices = {FORWARD: costs.forward, BACKWARD: costs.backward, INPUT: costs.input, WEIGHT: costs.weight}
+    said = ", ".join(f"{WORDS[kind]} {prices[kind]:g}" for kind in kinds_of(table))
+    return (f"idle: {figures.bubble:.1%} in ticks, {figures.time_bubble:.1%} of the time, which is {figures.time_ratio:.2f} of "
+            f"the ideal (modelled: {said}; neighbours wait for each other at each tick)")
 
 
 def live_line(figures: Figures, table: Table, shown: Sequence[int]) -> str:
