@@ -21,6 +21,7 @@ The model gives three functions (`Stages`) and is not known otherwise.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.pipeline import RESIDUALS
+from partitioning.redistribution import rounds, to_positions, to_rest
 from partitioning.schedules.arrays import ACTIVATION, FROM_NEXT, FROM_PREVIOUS, GRADIENT, Plan, plan
 from partitioning.schedules.table import FORWARD, INPUT, NEXT, PREVIOUS, WEIGHT, Table
 
@@ -73,32 +75,11 @@ def pipelined(table: Table, mesh: Mesh, stages: Stages, dtype: Any,
     """
     if residuals not in RESIDUALS:
         raise ValueError(f"residuals = {residuals!r}; expected one of {', '.join(RESIDUALS)}.")
-    order = _layer_order(table)
     split, whole = PartitionSpec(AXIS), PartitionSpec()
     body = _Body(table, stages, jnp.dtype(dtype), residuals == "saved")
     run = jax.shard_map(body, mesh=mesh, axis_names={AXIS}, check_vma=False,
                         in_specs=(split, whole, split, split, whole), out_specs=(whole, whole, split))
-
-    def loss_and_gradients(ends, layers, along, microbatches):
-        layers, along = (jax.tree.map(lambda x: _permuted(x, order), tree) for tree in (layers, along))
-        sums, of_ends, of_layers = run(body.rows, ends, layers, along, microbatches)
-        back = None if order is None else np.argsort(order)
-        return sums, of_ends, jax.tree.map(lambda x: _permuted(x, back), of_layers)
-
-    return loss_and_gradients
-
-
-def _layer_order(table: Table) -> np.ndarray | None:
-    """The positions in the order in which the stages hold them, chunk by chunk; None where that is their own order."""
-    order = np.array([row[stage] for stage in range(table.num_stages) for row in table.placement])
-    return None if np.array_equal(order, np.arange(order.size)) else order
-
-
-def _permuted(x: jax.Array, order: np.ndarray | None) -> jax.Array:
-    """Equal parts of the leading dim in another order."""
-    if order is None:
-        return x
-    return jnp.take(x.reshape(order.size, x.shape[0] // order.size, *x.shape[1:]), order, axis=0).reshape(x.shape)
+    return functools.partial(run, body.rows)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -132,6 +113,7 @@ class _Body:
     def __init__(self, table: Table, stages: Stages, dtype: Any, saved: bool):
         self.table, self.stages, self.dtype, self.saved = table, stages, dtype, saved
         self.plan = arrays = plan(table, keep_outputs=saved)
+        self.rounds = rounds(table)
         places = np.vectorize(self._place, otypes=[object])(arrays.kind, arrays.position)
         self.places = [sorted(set(places[:, :, lane].ravel())) for lane in range(len(arrays.lanes))]
         rows = {field.name: getattr(arrays, field.name) for field in dataclasses.fields(Plan)
@@ -145,6 +127,7 @@ class _Body:
 
     def __call__(self, rows, ends, layers, along, microbatches):
         rows = {name: row[0] for name, row in rows.items()}                        # of this stage
+        layers, along = to_positions((layers, along), self.rounds, AXIS)
         operands = _Operands(ends, layers, along, microbatches)
         carry = self._empty(operands)
 
@@ -157,7 +140,7 @@ class _Body:
 
         carry, _ = jax.lax.scan(tick, carry, rows)
         sums, of_ends, of_layers = carry["totals"]
-        return *over_stages(sums, of_ends), of_layers
+        return *over_stages(sums, of_ends), to_rest(of_layers, self.rounds, AXIS)
 
     # The state of a stage.
 

@@ -1,7 +1,5 @@
 """The executor on a model of a few matmuls, and what its compiled program holds: permutes, memory, and a compile for GPUs."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ from partitioning import Stages, make_mesh, pipelined
 from partitioning.mesh import AXES
 from partitioning.pipeline import RESIDUALS
 from partitioning.schedules import make
+from tests.partitioning.programs import computations, ticks_and_permutes
 
 WIDTH, LAYERS, ROWS, VOCAB = 16, 8, 4, 32
 
@@ -78,50 +77,6 @@ def test_what_residuals_there_are_is_said():
 
 
 # The compiled program.
-
-def computations(text):
-    """The instructions of each computation of a module, by its name."""
-    found, name = {}, None
-    for line in text.splitlines():
-        start = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if start:
-            name = start[1]
-            found[name] = []
-        elif name and " = " in line:
-            found[name].append(line)
-    return found
-
-
-def called(instruction):
-    names = re.findall(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)", instruction)
-    branches = re.search(r"branch_computations=\{([^}]*)\}", instruction)
-    return names + (re.findall(r"%?([\w.\-]+)", branches[1]) if branches else [])
-
-
-def below(name, module):
-    """All computations that a computation calls, itself too."""
-    seen, todo = set(), [name]
-    while todo:
-        one = todo.pop()
-        if one not in seen:
-            seen.add(one)
-            todo += [other for line in module[one] for other in called(line)]
-    return seen
-
-
-def permutes(lines):
-    return [line for line in lines if re.search(r" collective-permute(-start)?\(", line)]
-
-
-def ticks_and_permutes(module):
-    """(the loop over ticks as an instruction, its permutes, the permutes inside of branches)."""
-    inside = [line for lines in module.values() for instruction in lines if " conditional(" in instruction
-              for branch in called(instruction) for name in below(branch, module) for line in permutes(module[name])]
-    loops = [(line, permutes(module[re.search(r"body=%?([\w.\-]+)", line)[1]])) for lines in module.values() for line in lines
-             if " while(" in line]
-    (loop, exchanged), = [(line, found) for line, found in loops if found]
-    return loop, exchanged, inside
-
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zero_bubble_v"])
 def test_a_tick_has_the_two_exchanges_and_no_branch_has_any(name):

@@ -145,7 +145,7 @@ def ends_not_summed(monkeypatch):
 
 def gradients_of_another_chunk(monkeypatch):
     """Gradients lie in the order in which stages hold the layers."""
-    monkeypatch.setattr(executor.np, "argsort", lambda order: np.arange(len(order)))
+    monkeypatch.setattr(executor, "to_rest", lambda tree, *_: tree)
 
 
 @pytest.mark.parametrize("mistake, schedule", [
