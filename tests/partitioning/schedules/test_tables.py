@@ -1,6 +1,8 @@
 """Schedules of all sizes keep the contract of tables, and cost what their papers say."""
 
 import dataclasses
+import pathlib
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -147,3 +149,13 @@ def test_a_table_may_be_made_without_the_fields_that_have_defaults():
     table = Table("mine", 1, looped(1), (((Work("F", 0), Work("B", 0)),),))
     check(table)
     assert measure(table).time_bubble == 0
+
+
+def test_the_figures_in_the_documentation_are_those_of_the_tables():
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "pipelines.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| `(\w+)` \| (.*) \|$", page, re.M)
+    assert len(rows) == 4 * len(SCHEDULES)
+    for stages, microbatches, name, figures in rows:
+        found = measure(make(name, int(stages), int(microbatches)))
+        assert figures == (f"{found.ticks} | {found.bubble:.1%} | {found.time_bubble:.1%} | {found.time_ratio:.2f} | "
+                           f"{max(found.live):g}")
