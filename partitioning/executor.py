@@ -11,11 +11,11 @@ microbatches there are. It is one of two things (`RESIDUALS`):
     recompute   the input of the position; its backward computes the position again
     saved       what JAX's vjp of the layers keeps, by their own rematerialisation, without the weights themselves
 
-The head belongs to the last position's backward, and so do the sums; where it recomputes, its forward does nothing at all.
+The head belongs to the last position's backward, and so do the sums; where that recomputes, the forward does nothing at all.
 The first position's embedding is computed again where its gradient is made, for a lookup costs nothing.
 
-A weight half goes back through the layers again, for their weights this time: a vjp cannot be split between the two halves. What
-it saves is waiting, not work.
+A backward that a schedule splits is split for good (`halves`): the input half leaves what the weight half needs of it, one input
+and one gradient for each matmul, and nothing is done twice.
 
 The model gives three functions (`Stages`) and is not known otherwise.
 """
@@ -30,10 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from partitioning.halves import Halves
 from partitioning.pipeline import RESIDUALS
 from partitioning.redistribution import rounds, to_positions, to_rest
 from partitioning.schedules.arrays import ACTIVATION, FROM_NEXT, FROM_PREVIOUS, GRADIENT, Plan, plan
-from partitioning.schedules.table import FORWARD, INPUT, NEXT, PREVIOUS, WEIGHT, Table
+from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, NEXT, PREVIOUS, WEIGHT, Table
 
 AXIS = "pipe"
 
@@ -112,7 +113,10 @@ class _Body:
 
     def __init__(self, table: Table, stages: Stages, dtype: Any, saved: bool):
         self.table, self.stages, self.dtype, self.saved = table, stages, dtype, saved
-        self.plan = arrays = plan(table, keep_outputs=saved)
+        self.splits = any(entry.work.kind == INPUT for entry in table.entries())
+        # Where the last position's forward computes its output, the head finds it there.
+        self.keeps_outputs = saved or self.splits
+        self.plan = arrays = plan(table, keep_outputs=self.keeps_outputs)
         self.rounds = rounds(table)
         places = np.vectorize(self._place, otypes=[object])(arrays.kind, arrays.position)
         self.places = [sorted(set(places[:, :, lane].ravel())) for lane in range(len(arrays.lanes))]
@@ -150,6 +154,8 @@ class _Body:
         self.x = jax.eval_shape(self.stages.enter, ends, microbatch)
         sums = jax.eval_shape(lambda *a: self.stages.leave(*a)[1], ends, self.x, microbatch)
         left = jax.eval_shape(lambda *a: self._forward(*a)[1], own, facts, self.x, microbatch)
+        again = own, facts, left, microbatch
+        halves = jax.eval_shape(lambda *a: self._halves(*a).first(*a)[1], again, self.x) if self.splits else ()
         slots = self.plan.slots
 
         def zeros(tree, *leading, dtype=None):
@@ -158,7 +164,7 @@ class _Body:
         carry = {
             # One slot more of what arrives, for what nobody will read.
             "activations": zeros(self.x, slots.activations + 1), "gradients": zeros(self.x, slots.gradients + 1),
-            "residuals": zeros(left, slots.residuals), "cotangents": zeros(self.x, slots.cotangents),
+            "residuals": zeros(left, slots.residuals), "cotangents": zeros(halves, slots.cotangents),
             "totals": (zeros(sums), zeros(operands.ends, dtype=self.dtype), zeros(operands.layers, dtype=self.dtype)),
         }
         return self._kept(carry) | ({"outbox": (self._nothing(),) * 2} if self.table.latency == 2 else {})
@@ -169,7 +175,7 @@ class _Body:
             if name == "totals":
                 sums, of_ends, of_layers = part
                 return sums, self.stages.keep_ends(of_ends), self.stages.keep_layers(of_layers)
-            if name == "residuals" and self.saved:                                 # the compiler's to say
+            if name == "cotangents" or (name == "residuals" and self.saved):       # the compiler's to say
                 return part
             return jax.vmap(self.stages.keep_x)(part) if part.shape[0] else part
 
@@ -231,35 +237,34 @@ class _Body:
     def _go_forward(self, kind, place, carry, piece, operands):
         ends, own, facts, microbatch = self._read(operands, piece)
         x = self.stages.enter(ends, microbatch) if place.first else _slot(carry["activations"], piece["take"])
-        value, left = (None, x) if place.last and not self.saved else self._forward(own, facts, x, microbatch)
+        value, left = (None, x) if place.last and not self.keeps_outputs else self._forward(own, facts, x, microbatch)
         return {"residuals": jax.tree.map(lambda b, r: _written(b, r, piece["residual"]), carry["residuals"], left)}, value
 
     def _go_back(self, kind, place, carry, piece, operands):
-        """A backward or one of its halves. The first position's input half has nothing to give, its weight half does it all."""
+        """A backward or one of its halves."""
         ends, own, facts, microbatch = self._read(operands, piece)
-        left = jax.tree.map(lambda b: _slot(b, piece["residual"]), carry["residuals"])
+        again = own, facts, jax.tree.map(lambda b: _slot(b, piece["residual"]), carry["residuals"]), microbatch
         sums, of_ends, of_layers = carry["totals"]
-        of_x, of_weights = kind != WEIGHT and not (kind == INPUT and place.first), kind != INPUT
-        outputs, pull = self._backward(own, facts, left, microbatch, of_weights)
-        written, value = {}, None
         if kind == WEIGHT:
-            gradient = _slot(carry["cotangents"], piece["cotangent"])
-        elif place.last:
-            outputs = _slot(carry["gradients"], piece["take"]) if self.saved else outputs
-            gradient, added, found = self._head(ends, outputs, microbatch)
+            kept = jax.tree.map(lambda b: _slot(b, piece["cotangent"]), carry["cotangents"])
+            found = self._halves(again, self.x).second(again, kept)
+            return {"totals": (sums, of_ends, self._layers_added(of_layers, found, piece["chunk"]))}, None
+        outputs, pull = self._backward(*again) if kind == BACKWARD else (None, None)
+        gradient = _slot(carry["gradients"], piece["take"]) if self.keeps_outputs or not place.last else outputs
+        if place.last:
+            gradient, added, found = self._head(ends, gradient, microbatch)
             sums, of_ends = jax.tree.map(jnp.add, sums, added), _added(of_ends, found)
-        else:
-            gradient = _slot(carry["gradients"], piece["take"])
-        if kind == INPUT:
-            written["cotangents"] = _written(carry["cotangents"], gradient, piece["cotangent"])
-        if of_weights or of_x:
+        written = {}
+        if kind == BACKWARD:
             found, value = pull(gradient)
-        if of_weights:
             of_layers = self._layers_added(of_layers, found, piece["chunk"])
-            if place.first:
-                _, back = jax.vjp(lambda ends: self.stages.enter(ends, microbatch), ends)
-                of_ends = _added(of_ends, back(value)[0])
-        return {**written, "totals": (sums, of_ends, of_layers)}, value if of_x and not place.first else None
+        else:
+            value, kept = self._halves(again, self.x).first(again, gradient)
+            written["cotangents"] = jax.tree.map(lambda b, r: _written(b, r, piece["cotangent"]), carry["cotangents"], kept)
+        if place.first:
+            _, back = jax.vjp(lambda ends: self.stages.enter(ends, microbatch), ends)
+            of_ends, value = _added(of_ends, back(value)[0]), None
+        return {**written, "totals": (sums, of_ends, of_layers)}, value
 
     # Through the layers of one position, and through the head.
 
@@ -280,20 +285,24 @@ class _Body:
         value, pull = jax.vjp(lambda own, x: self.stages.blocks(own, facts, x, microbatch), own, x)
         return value, _residuals(pull)
 
-    def _backward(self, own, facts, left, microbatch, of_weights: bool):
+    def _backward(self, own, facts, left, microbatch):
         """(the position's output where it was computed, a function from its gradient to those of the weights and of x)."""
         def blocks(own, x):
             return self.stages.blocks(own, facts, x, microbatch)
 
-        if self.saved:
-            # Traced once more for its form alone: what would compute it anew is not used, and the compiler leaves it out.
-            _, pull = jax.vjp(blocks, own, jnp.zeros(self.x.shape, self.x.dtype))
-            return None, _with_residuals(pull, left)
-        x = self.stages.keep_x(left)
-        if of_weights:
-            return jax.vjp(blocks, own, x)
-        outputs, pull = jax.vjp(lambda x: blocks(own, x), x)
-        return outputs, lambda gradient: (None, *pull(gradient))
+        if not self.saved:
+            return jax.vjp(blocks, own, self.stages.keep_x(left))
+        # Traced once more for its form alone: what would compute it anew is not used, and the compiler leaves it out.
+        _, pull = jax.vjp(blocks, own, jnp.zeros(self.x.shape, self.x.dtype))
+        return None, _with_residuals(pull, left)
+
+    def _halves(self, again, gradient) -> Halves:
+        """The same backward in two halves, of x and of the weights. `again` are the arguments of `_backward`."""
+        def backward(again, gradient):
+            of_weights, of_x = self._backward(*again)[1](gradient)
+            return of_x, of_weights
+
+        return Halves(backward, again, gradient)
 
     def _head(self, ends, outputs, microbatch):
         """(gradient of the last position's output, the sums, gradients of the ends)."""

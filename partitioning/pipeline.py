@@ -6,9 +6,9 @@ from partitioning.declaration import DeclarationError, leaf
 from partitioning.schedules import Costs, Table, make
 
 RESIDUALS = ("recompute", "saved")
-# What the executor's work takes, in forwards, where nothing in the layers is computed again: a weight half goes back through all
-# of them once more, and each piece that recomputes takes a forward more.
-COSTS = {"recompute": Costs(forward=1, input=2, weight=3, whole=3), "saved": Costs(forward=1, input=1, weight=2, whole=2)}
+# What the executor's work takes, in forwards, where nothing in the layers is computed again. Of a backward that is split, the
+# input half alone computes the stage again.
+COSTS = {"recompute": Costs(forward=1, input=2, weight=1), "saved": Costs(forward=1, input=1, weight=1)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,17 +15,15 @@ from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, WEIGHT, Table
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Time of a stage's work on one microbatch, all its chunks together, in any unit. `whole` is that of a backward that is not
-    split, where it is not the halves' together: an executor may do some work in both."""
+    """Time of a stage's work on one microbatch, all its chunks together, in any unit. A whole backward takes both halves'."""
     forward: float = 1.0
     input: float = 1.0
     weight: float = 1.0
-    whole: float | None = None
 
     @property
     def backward(self) -> float:
         """Of a backward that is not split."""
-        return self.input + self.weight if self.whole is None else self.whole
+        return self.input + self.weight
 
     def of(self, kind: str, num_chunks: int) -> float:
         """Of one piece of work, on one of the chunks."""
@@ -43,7 +41,7 @@ class Figures:
       bubble: idle share of slots times stages.
       time: until the last stage has finished, in the unit of the costs.
       time_bubble: idle share of time times stages.
-      time_ratio: time over that of the work alone, with backwards that are not split; 1 is ideal.
+      time_ratio: time over that of the work alone; 1 is ideal.
       live: [stage], the most microbatches live at once, in whole stages: one chunk of v counts 1/v.
     """
     ticks: int
@@ -80,6 +78,5 @@ def measure(table: Table, costs: Costs = Costs()) -> Figures:
     counts = [[len(works) for works in row] for row in table.ticks]
     slots, pieces = sum(map(max, counts)), sum(map(sum, counts))
     ideal, time = table.num_microbatches * (costs.forward + costs.backward), float(end.max(initial=0))
-    busy = sum(costs.of(entry.work.kind, table.num_chunks) for entry in table.entries()) / table.num_stages
-    return Figures(len(table.ticks), slots, 1 - pieces / (slots * table.num_stages), time, 1 - busy / time, time / ideal,
+    return Figures(len(table.ticks), slots, 1 - pieces / (slots * table.num_stages), time, 1 - ideal / time, time / ideal,
                    tuple(count / table.num_chunks for count in live_counts(table)))
