@@ -21,6 +21,7 @@ from partitioning import (Machine, filled, links, make_mesh, multiples, read_tab
                           trimmed_abstract)
 from partitioning.declaration import DeclarationError
 from partitioning.machine import check_within_host, notes
+from partitioning.pipeline import note
 from partitioning.schedules import Table
 from partitioning.tables import read_axes
 
@@ -154,8 +155,8 @@ def build_job(config: Config, num_devices: int, machine: Machine | None = None) 
     microbatch = config.train.global_batch_size // pieces
     activations = model.activations(microbatch, config.data.sequence_length)
     layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE, _keys(config, pieces))
-    if machine is not None:
-        layout = dataclasses.replace(layout, notes=(*layout.notes, *notes(sizes, machine)))
+    said = (*([] if machine is None else notes(sizes, machine)), *([] if table is None else [note(config.pipeline, table)]))
+    layout = dataclasses.replace(layout, notes=(*layout.notes, *said))
     return Job(config, model, optimizer, layout, machine, table)
 
 

@@ -3,7 +3,8 @@
 import dataclasses
 
 from partitioning.declaration import DeclarationError, leaf
-from partitioning.schedules import Costs, Table, make
+from partitioning.schedules import Costs, Table, make, measure
+from partitioning.schedules.words import bubble_line, size_line
 
 RESIDUALS = ("recompute", "saved")
 # What the executor's work takes, in forwards, where nothing in the layers is computed again. Of a backward that is split, the
@@ -39,3 +40,9 @@ def read_table(config: PipelineConfig, num_stages: int, num_layers: int) -> Tabl
             f"{table.num_chunks} part{'s' if table.num_chunks > 1 else ''} each (schedule {table.name}) are {parts} parts. "
             f"What works: num_layers = {' or '.join(map(str, near))}, or another size of mesh.pipe.")
     return table
+
+
+def note(config: PipelineConfig, table: Table) -> str:
+    """The schedule in a line, for opening lines and reports."""
+    costs = COSTS[config.residuals]
+    return f"pipeline: {size_line(table)}; {bubble_line(measure(table, costs), costs, table)}."

@@ -52,7 +52,7 @@ def tiny(*more):
         ("--config.mesh.tensor=8", ["kv_heads", "2", "tensor=8"]),
         ("--config.mesh.tensor=4", ["kv_heads has size 2", "tensor=4", "kv_heads = None", "sharding.pad = ('kv_heads',)"]),
         ("--config.sharding.pad=embed", ["config.sharding.pad", "'embed'", "vocab, heads, kv_heads, mlp"]),
-        ("--config.mesh.pipe=2", ["pipe"]),
+        ("--config.mesh.pipe=8", ["config.model.num_layers = 4", "mesh.pipe = 8", "num_layers = 8"]),
         ("--config.mesh.expert=2", ["expert"]),
         ("--config.sharding.rules.haeds=tensor", ["haeds", "heads"]),
         ("--config.sharding.rules.mlp=tensr", ["tensr", "tensor"]),

@@ -4,6 +4,8 @@ The mistakes that a pipeline can make are then made on purpose, and the comparis
 """
 
 import dataclasses
+import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,11 @@ from jaxlm import job as jobs
 from jaxlm.job import build_job
 from jaxlm.train import compile_train_step
 from partitioning import executor
+from partitioning.declaration import DeclarationError
 from partitioning.paths import flatten
 from partitioning.schedules import plan
 from partitioning.schedules.arrays import CODES
+from tests.system.commands import TINY, run
 from tests.system.curves import compare, config_of, curve, is_equal, one_device
 
 LAYERS = 8                                     # two for each of four stages, one for each half of them
@@ -115,6 +119,49 @@ def test_initial_parameters_have_the_same_bits_on_every_stage():
     same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), initial(1, model__num_layers=LAYERS, mesh__data=1),
                         initial(4, **leaves_of("one_f_one_b", 4)))
     assert all(jax.tree.leaves(same))
+
+
+def test_a_run_goes_on_under_another_schedule_and_without_one(tmp_path):
+    """As a user does it, with evaluations on the way."""
+    def losses(name, *parts):
+        common = (f"--config={TINY}", f"--workdir={tmp_path / name}", "--config.train.log_every=1", "--config.train.steps=9",
+                  "--config.train.eval_every=3", f"--config.model.num_layers={LAYERS}")
+        for stop, devices, flags in parts:
+            run("train", *common, f"--config.train.stop_at={stop}", f"--simulate_devices={devices}", *flags)
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [[row[key] for row in rows if key in row] for key in ("loss", "eval_loss")]
+
+    def pipeline(stages, schedule):
+        return f"--config.mesh.pipe={stages}", f"--config.pipeline.schedule={schedule}", "--config.pipeline.num_microbatches=4"
+
+    moved = losses("moved", (3, 4, (*pipeline(2, "interleaved"), "--config.mesh.fsdp=2")), (6, 1, ()),
+                   (9, 4, pipeline(4, "zero_bubble_v")))
+    for ours, theirs in zip(moved, losses("whole", (9, 1, ()))):
+        assert len(ours) == len(theirs)
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("leaves, words", [
+    (dict(pipeline__num_microbatches=3), "global_batch_size = 8 is not a multiple of 3"),
+    (dict(model__num_layers=6, mesh__pipe=4), "config.model.num_layers = 6 cannot be shared out evenly: mesh.pipe = 4 stages"),
+    (dict(pipeline__schedule="interleaved", pipeline__num_microbatches=3), "The nearest that work: 2 or 4"),
+    (dict(pipeline__chunks_per_stage=2), "config.pipeline.chunks_per_stage = 2, but the schedule one_f_one_b is for 1"),
+    (dict(pipeline__schedule="pipedream"), "is no schedule"),
+    (dict(pipeline__num_microbatches=4, mesh__fsdp=4), "config.train.global_batch_size = 16")])
+def test_what_does_not_fit_is_answered_with_what_does(leaves, words):
+    leaves = {**leaves_of("one_f_one_b", 2), **leaves}
+    with pytest.raises(DeclarationError, match=re.escape(words)):
+        build_job(config_of(**leaves), leaves["mesh__pipe"] * leaves.get("mesh__fsdp", 1))
+
+
+def test_the_schedule_is_said_and_drawn(tmp_path):
+    flags = (f"--config={TINY}", "--simulate_devices=2", "--config.mesh.pipe=2", "--config.pipeline.num_microbatches=4")
+    out = run("explain", *flags, "--schedule", f"--html={tmp_path / 'page.html'}")
+    assert "pipeline: one_f_one_b: 2 stages, 4 microbatches, 6 ticks" in out and "stage 1 |. |F0 B0|" in out
+    assert "Pipeline schedule" in (tmp_path / "page.html").read_text()
+    found = json.loads(run("explain", *flags, "--schedule", "--json"))["schedule"]
+    assert found["name"] == "one_f_one_b" and found["ticks"] == 6 and found["live"] == [3, 1]
+    assert "config.mesh.pipe = 1" in run("explain", f"--config={TINY}", "--simulate_devices=2", "--schedule", status=2)
 
 
 # Mistakes.
