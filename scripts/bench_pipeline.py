@@ -83,7 +83,8 @@ def main() -> None:
                    "work_ratio": round(statistics.median(ratios), 3)}
             if program.job.table is not None:
                 figures = dataclasses.asdict(measure(program.job.table, COSTS[residuals]))
-                row |= {"modelled_bubble": round(figures["time_bubble"], 3), "modelled_time_ratio": round(figures["time_ratio"], 3),
+                row |= {"modelled_bubble": round(figures["time_bubble"], 3),
+                        "modelled_time_ratio": round(figures["time_ratio"], 3),
                         "temporary_bytes": program.step.memory_analysis().temp_size_in_bytes}
             print(json.dumps(row), flush=True)
 
