@@ -33,8 +33,10 @@ def open_config(flags: argparse.Namespace) -> tuple[pathlib.Path, int, Config]:
     config = load_config(str(path / "config.json"), flags.overrides)
     import jax
 
-    if not any(key.startswith("mesh.") for key, _ in flags.overrides) and not fits(config.mesh, jax.device_count()):
-        print(f"the run's mesh does not fit {jax.device_count()} device(s); using fsdp={jax.device_count()}", file=sys.stderr)
+    why = "is a pipeline, which only training uses" if config.mesh.pipe != 1 else None
+    why = why or (None if fits(config.mesh, jax.device_count()) else f"does not fit {jax.device_count()} device(s)")
+    if why and not any(key.startswith("mesh.") for key, _ in flags.overrides):
+        print(f"the run's mesh {why}; using fsdp={jax.device_count()}", file=sys.stderr)
         config = dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=jax.device_count()))
     # The figures do not depend on the batch, and so not on whether training's suits these devices.
     rows = -(-config.train.global_batch_size // jax.device_count()) * jax.device_count()
