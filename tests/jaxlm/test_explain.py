@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def explained(capsys, *overrides, config="shakespeare", devices=8, as_json=True, html=None, compile=False):
     explain.main(argparse.Namespace(config=config, overrides=list(overrides), simulate_devices=devices, json=as_json, html=html,
-                                    compile=compile, target=None))
+                                    compile=compile, target=None, schedule=False))
     shown = capsys.readouterr().out
     return json.loads(shown) if as_json else shown
 
@@ -83,7 +83,7 @@ SMALL = (("model.num_layers", "2"), ("model.embed_dim", "32"), ("model.mlp_dim",
 
 def test_compile_adds_the_collectives_and_the_memory_of_the_step(tmp_path, capsys):
     explain.main(argparse.Namespace(config="shakespeare", overrides=[*SMALL, ("mesh.fsdp", "8")], simulate_devices=8, json=True,
-                                    html=str(tmp_path / "page.html"), compile=True, target=None))
+                                    html=str(tmp_path / "page.html"), compile=True, target=None, schedule=False))
     shown = capsys.readouterr()
     report = json.loads(shown.out)
     gathers = [row for row in report["collectives"] if row["kind"] == "all-gather"]
