@@ -1,4 +1,4 @@
-"""A checkpoint written under any mesh, ZeRO stage, form of the layers and padding is read under any other, bit for bit."""
+"""A checkpoint written under any mesh, ZeRO stage, pipeline, form of the layers and padding is read under any other, bit for bit."""
 
 import functools
 
@@ -26,12 +26,16 @@ FORMS = {
     "three axes, unrolled": (8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, model__scan_layers=False, **PAD)),
     "six devices": (6, dict(mesh__fsdp=6, train__global_batch_size=12)),
     "layers over fsdp": (4, dict(mesh__fsdp=4, sharding__rules=dict(layers="fsdp"))),
+    "pipeline of 4": (4, dict(mesh__pipe=4, mesh__data=1, pipeline__num_microbatches=8)),
+    "pipeline of 2, interleaved": (4, dict(mesh__pipe=2, mesh__fsdp=2, pipeline__schedule="interleaved",
+                                           pipeline__num_microbatches=4)),
 }
 PAIRS = [("fsdp", "one device"), ("one device", "fsdp"), ("data", "tensor, padded"), ("tensor, padded", "data"),
          ("ZeRO 1 over data", "fsdp"), ("fsdp", "ZeRO 2 over data"), ("ZeRO 2 over data", "three axes, unrolled"),
          ("three axes, unrolled", "hybrid, optimizer over all"), ("hybrid, optimizer over all", "six devices"),
          ("six devices", "layers over fsdp"), ("layers over fsdp", "ZeRO 1 over data"),
-         ("tensor, padded", "three axes, unrolled")]
+         ("tensor, padded", "three axes, unrolled"), ("pipeline of 4", "fsdp"), ("fsdp", "pipeline of 4"),
+         ("pipeline of 4", "pipeline of 2, interleaved"), ("pipeline of 2, interleaved", "three axes, unrolled")]
 
 
 def job_of(form, **more):

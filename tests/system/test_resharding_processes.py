@@ -18,6 +18,7 @@ JOBS = {
     "two": (2, 2, ("mesh.data=2", "mesh.fsdp=2", "sharding.zero=1", "sharding.zero_axes=data")),
     "two, tensor": (2, 1, ("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=2")),
     "four": (4, 1, ("mesh.data=1", "mesh.fsdp=4")),
+    "four, pipeline": (4, 1, ("mesh.data=1", "mesh.fsdp=2", "mesh.pipe=2")),
 }
 
 
@@ -46,7 +47,7 @@ def whole(tmp_path_factory):
 
 def test_four_processes_to_two_to_one_to_two(whole, tmp_path):
     expected, source = arrays(whole, 6), whole
-    for number, job in enumerate(("four", "two, tensor", "one", "two")):
+    for number, job in enumerate(("four", "two, tensor", "four, pipeline", "one", "two")):
         to = tmp_path / str(number)
         codes, said = rewrite(source, to, job)
         assert codes == [0] * JOBS[job][0], said
