@@ -29,7 +29,7 @@ from partitioning.padding import Padded, trimmed_placement
 from partitioning.paths import flatten, join, map_paths, unflatten
 from partitioning.placement import Hint, Placed, check_claims, dim_name, place, spread
 from partitioning.tables import Rule, ShardingConfig, Table, declared_dims, read_axes, read_tables
-from partitioning.unsharded import cast, dtypes_in_use
+from partitioning.unsharded import UNSHARDED, cast, dtypes_in_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,10 +186,10 @@ class Layout:
             return gradients
         return map_paths(lambda path, x: _constrain(x, self.mesh, self._weight(path).gradient), gradients, prefix)
 
-    def gathers(self, path: str) -> bool:
-        """Whether a parameter lies otherwise in use than at rest."""
-        weight = self._weight(path)
-        return weight.stored != weight.used
+    def copies(self, path: str, param_dtype: Any, dtype: Any) -> bool:
+        """Whether `use` makes another array of a parameter: it casts, or gathers, or pins where on the mesh it lies, which is an
+        array of its own to what decides on what a backward keeps."""
+        return self._bound().size > 1 or UNSHARDED.copies(path, param_dtype, dtype)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A spec on this layout's devices."""

@@ -24,10 +24,10 @@ class Unsharded:
         del prefix
         return cast(params, dtype, gradients)
 
-    def gathers(self, path: str) -> bool:
-        """False: nothing lies anywhere else."""
+    def copies(self, path: str, param_dtype: Any, dtype: Any) -> bool:
+        """Whether `use` casts."""
         del path
-        return False
+        return jnp.dtype(param_dtype) != jnp.dtype(dtype)
 
 
 UNSHARDED = Unsharded()

@@ -247,8 +247,8 @@ class LanguageModel:
     def _layers(self, stacked, along, x_BLD, shared, cache):
         """Some blocks in turn, looped or unrolled."""
         c = self.config
-        gathered = [spec.shape[1:] for path, spec in paths.flatten(self.specs["layers"]).items()
-                    if shared.shard.gathers(paths.join("layers", path))]
+        copied = [spec.shape[1:] for path, spec in paths.flatten(self.specs["layers"]).items()
+                  if shared.shard.copies(paths.join("layers", path), spec.dtype, self.compute_dtype)]
         if cache is not None:
             cache = {"key": cache["key"], "value": cache["value"]}
 
@@ -257,7 +257,7 @@ class LanguageModel:
             window = facts.get("window", c.windows()[0])
             return nnx.merge(self._graphs["layers"], weights)(x_BLD, shared, facts["number"], window, cache)
 
-        block = run if cache is not None else rematerialisation.apply(run, self.remat, looped=c.scan_layers, gathered=gathered)
+        block = run if cache is not None else rematerialisation.apply(run, self.remat, looped=c.scan_layers, copied=copied)
         if c.scan_layers:
             return jax.lax.scan(lambda x_BLD, layer: block(x_BLD, *layer), x_BLD, (stacked, along, cache))
         caches, count = [], len(along["number"])

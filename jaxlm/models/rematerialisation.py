@@ -1,6 +1,6 @@
 """Rematerialisation: what a block keeps for the backward pass; the rest is computed again there.
 
-  none   everything is kept, but for weights that are gathered from where they rest; nothing else is recomputed.
+  none   everything is kept, but for copies of weights, gathered or cast; nothing else is recomputed.
   full   only the block's input is kept.
   dots   the outputs of the matmuls with weights are kept; attention scores, norms and activations are recomputed.
   names  of activations: only those are kept. A block names the points in NAMES.
@@ -46,19 +46,19 @@ def check(policy: tuple[str, ...]) -> None:
                                    f"{nearest(item, (*alone, *NAMES))}")
 
 
-def apply(block: Callable, policy: tuple[str, ...], *, looped: bool, gathered: Collection[tuple[int, ...]] = ()) -> Callable:
+def apply(block: Callable, policy: tuple[str, ...], *, looped: bool, copied: Collection[tuple[int, ...]] = ()) -> Callable:
     """`block` with the policy.
 
     Args:
       looped: it is the body of a scan, where the compiler cannot undo the recomputation.
-      gathered: shapes of the weights that the block gathers from where they rest. Whatever the policy, no gathered weight is
-        kept: all layers' together would be the whole model on every device.
+      copied: shapes of the weights that the block uses copies of, gathered from where they rest or cast. Whatever the policy, no
+        copy is kept: all layers' together would be the whole model on every device, or one for each microbatch of a pipeline.
     """
     policies = jax.checkpoint_policies
     if policy == ("none",):
-        if not gathered:
+        if not copied:
             return block
-        kept = _all_but_copies(frozenset(gathered))
+        kept = _all_but_copies(frozenset(copied))
     elif policy == ("full",):
         kept = policies.nothing_saveable
     elif policy == ("dots",):

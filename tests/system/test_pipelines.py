@@ -99,6 +99,20 @@ def test_half_precision_trains_alike(compute):
     assert np.isfinite(norm).all() and np.abs(loss - reference[:20]).max() < 2e-2
 
 
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_saved_residuals_hold_no_weights_even_without_remat(compute):
+    """With few tokens to a microbatch the weights, or what they are cast to, would be most of what is kept."""
+    def temporary(microbatches):
+        leaves = leaves_of("gpipe", 2, microbatches, train__global_batch_size=microbatches, train__remat=("none",),
+                           pipeline__residuals="saved", precision__compute=compute, model__mlp_dim=512)
+        job = build_job(config_of(**{**leaves, "data__sequence_length": 4}), 2).on_devices(jax.devices()[:2])
+        layers = sum(spec.bytes for spec in flatten(job.model.specs["layers"]).values()) // 2
+        return compile_train_step(job).memory_analysis().temp_size_in_bytes, layers
+
+    (few, weights), (many, _) = temporary(4), temporary(20)
+    assert (many - few) / 16 < weights * jnp.dtype(compute).itemsize / 4 / 2
+
+
 # What a checkpoint holds.
 
 def test_a_checkpoint_has_no_trace_of_the_pipeline():

@@ -1,4 +1,4 @@
-"""A checkpoint written under any mesh, ZeRO stage, pipeline, form of the layers and padding is read under any other, bit for bit."""
+"""A checkpoint written under any mesh, ZeRO stage, pipeline, form of layers and padding is read bit for bit under any other."""
 
 import functools
 
