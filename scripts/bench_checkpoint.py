@@ -39,7 +39,7 @@ def saving(flags) -> None:
     from jaxlm.train import compile_train_step
 
     keys = {**{f"model.{k}": v for k, v in MODEL.items()}, "model.num_layers": 8, "model.max_positions": 512,
-            "data.sequence_length": 512, "train.global_batch_size": 8}
+            "data.sequence_length": 512, "train.global_batch_size": 8, "optimizer.name": "adamw"}
     job = build_job(load_config("shakespeare", [(k, str(v)) for k, v in keys.items()]), 1).on_devices(jax.devices()[:1])
     step, state = compile_train_step(job), job.initialise()
     tokens = np.random.default_rng(0).integers(0, 8192, (8, 513)).astype(np.int32)

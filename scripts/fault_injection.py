@@ -37,7 +37,7 @@ SMALL = ("--config=shakespeare", "--config.model.num_layers=1", "--config.model.
          "--config.model.mlp_dim=32", "--config.data.sequence_length=16", "--config.train.global_batch_size=4",
          "--config.optimizer.name=adamw", "--config.optimizer.warmup_steps=2", "--config.model.dropout=0.1",
          "--config.log.tensorboard=False", "--config.train.eval_steps=1", "--config.mesh.data=1", "--config.mesh.fsdp=-1",
-         "--config.distributed.heartbeat_timeout=10")
+         "--config.distributed.heartbeat_timeout=10", "--config.distributed.start_timeout=30")
 MOMENTS = {"start": 2, "restore and compile": 2, "save": 4, "training": 3}     # with their weights
 PATIENCE = 120                                 # seconds for anything that must happen
 
