@@ -8,6 +8,7 @@ import jax
 
 from jaxlm.data import eval_batches
 from jaxlm.data.feed import place, rows_of
+from jaxlm.in_flight import InFlight
 from jaxlm.job import Job
 
 
@@ -29,8 +30,9 @@ def make_evaluate(job: Job, examples: Any) -> Callable[[Any], dict[str, float]]:
     def evaluate(params) -> dict[str, float]:
         batches = eval_batches(examples, batch_size=batch_size, rows=rows_of(shardings["inputs"], batch_size),
                                limit=train.eval_steps)
+        in_flight = InFlight()
         with place(batches, shardings) as feed:
-            pairs = [score(params, batch) for batch in feed]
+            pairs = [in_flight.add(score(params, batch)) for batch in feed]
         pairs = jax.device_get(pairs)                  # one wait at the end, sums in the host's float64
         loss_sum, targets = (math.fsum(float(pair[i]) for pair in pairs) for i in (0, 1))
         return summary(loss_sum, targets, examples.bytes_per_target)

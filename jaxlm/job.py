@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.config import Config
+from jaxlm.in_flight import InFlight
 from jaxlm.models import build_model
 from jaxlm.models.padding import PADDABLE, padded_sizes
 from jaxlm.optimizers import make_optimizer
@@ -70,7 +71,7 @@ class Job:
         # Run once, so compiled lightly: the random numbers' unrolled rounds otherwise cost the compiler two seconds.
         options = {"xla_backend_optimization_level": 1}
         make = jax.jit(self.initial_state, out_shardings=self.shardings(), compiler_options=options)
-        return make(jax.random.key(self.config.train.seed))
+        return InFlight().add(make(jax.random.key(self.config.train.seed)))
 
     def set_counters(self, state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """The state with some counters replaced or added, on every device."""

@@ -4,7 +4,6 @@ It reads nothing from the devices but at logged steps (and where it evaluates, s
 measured from a finished step to a finished step, so none is the time of a dispatch.
 """
 
-import collections
 import dataclasses
 import time
 from collections.abc import Callable
@@ -18,12 +17,9 @@ from jaxlm import faults
 from jaxlm.checkpoints import Checkpoints
 from jaxlm.errors import RunError, Stopped
 from jaxlm.flops import model_flops_per_token, peak_flops
+from jaxlm.in_flight import InFlight
 from jaxlm.job import Job
 from jaxlm.signals import StopFlag
-
-# Steps that may be under way at once: one runs while the next waits in the queue, so that the device never idles and a
-# request to stop is answered within a step or two.
-IN_FLIGHT = 2
 
 
 @dataclasses.dataclass
@@ -90,9 +86,7 @@ def run_loop(
     batch_tokens = train.global_batch_size * config.data.sequence_length
     flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
     peak = peak_flops(jax.devices()[0].device_kind, config.precision.compute)
-    in_flight: collections.deque = collections.deque()
-    # Simulated devices share one pool of threads, where steps that pile up can keep each other's collectives waiting for ever.
-    ahead = 0 if jax.devices()[0].platform == "cpu" and jax.local_device_count() > 1 else IN_FLIGHT
+    in_flight = InFlight()
     clock = Clock()
     waited = feed.wait_seconds
     saved_at = time.monotonic()
@@ -147,9 +141,7 @@ def run_loop(
         profile.before(step)
         state, metrics = train_step(state, next(feed))
         clock.steps += 1
-        in_flight.append(metrics["loss"])
-        if len(in_flight) > ahead:
-            jax.block_until_ready(in_flight.popleft())
+        in_flight.add(metrics["loss"])
         if profile.after(step, lambda: jax.block_until_ready(metrics)):
             recorder.line(f"step {step}: profiler trace written")
         reason = stop.reached(step)  # asked once a step: a signal that comes later ends the next one

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.config import LARGEST_SEED
+from jaxlm.in_flight import InFlight
 from partitioning import resolve
 from partitioning.declaration import DeclarationError
 
@@ -88,11 +89,11 @@ class Sampler:
         cache = self._model.init_cache(1, min(_bucket(padded + count), longest))
         key = jax.random.key(seed)
         tokens_1T = jnp.asarray([prompt + [0] * (padded - len(prompt))], jnp.int32)
-        length = len(prompt)
+        length, in_flight = len(prompt), InFlight()
         for i in range(count):
             token, cache = self._step(params, tokens_1T, jnp.int32(length), cache, jax.random.fold_in(key, i),
                                       temperature=temperature, top_k=top_k, top_p=top_p)
-            token = int(token)
+            token = int(in_flight.add(token))
             if token == eos_id:
                 return
             yield token
