@@ -242,14 +242,22 @@ def run_from(
 
 
 def compile_train_step(job: Any) -> Any:
-    """The compiled training step, its state donated. Compiled ahead of time, so there is exactly one."""
+    """The compiled training step, its state donated. Compiled ahead of time, so there is exactly one.
+
+    Raises:
+      DeclarationError: a pipeline's program could wait for ever.
+    """
     import jax
 
     from jaxlm.train_step import make_train_step
+    from partitioning import check_compiled
 
     step = make_train_step(job.config, job.model, job.optimizer, job.layout, job.table)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(job.shardings(), None))
-    return jitted.lower(job.abstract_state(), job.abstract_batch()).compile()
+    compiled = jitted.lower(job.abstract_state(), job.abstract_batch()).compile()
+    if job.table is not None:
+        check_compiled(compiled.as_text(), job.layout.sizes)
+    return compiled
 
 
 def about(job: Any, data: Any, step: int, left_out: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _HOMES = {
     "Layout": "layout", "Row": "layout", "resolve": "layout",
     "UNSHARDED": "unsharded",
     "PipelineConfig": "pipeline", "read_table": "pipeline", "Stages": "executor", "pipelined": "executor",
+    "check_compiled": "executor",
     "multiples": "padding", "next_multiple": "padding", "filled": "padding", "trimmed": "padding", "trimmed_abstract": "padding",
     "Collective": "collectives", "group": "collectives", "read_collectives": "collectives",
     "Memory": "memory",

@@ -39,6 +39,7 @@ class Collective:
     source: str             # the JAX operation it comes from ("" if the program does not say)
     group_size: int         # devices in a group
     exact: bool             # False: `count` takes every branch of a conditional as taken, or guesses a loop's trips
+    branch: bool = False    # whether it stands in a branch of a conditional inside a loop: not all devices may come there
 
     @property
     def moved(self) -> int:
@@ -89,8 +90,8 @@ def read_collectives(hlo: str, sizes: Mapping[str, int]) -> tuple[Collective, ..
             found[name] += _moved_arrays(instruction, groups)
             calls[name] += _calls(instruction, computations)
     visits = _visits(calls, entry)
-    return tuple(dataclasses.replace(one, count=count, loops=loops, exact=exact) for name in computations
-                 for one in found[name] for (loops, exact), count in visits[name].items())
+    return tuple(dataclasses.replace(one, count=count, loops=loops, exact=exact, branch=branch) for name in computations
+                 for one in found[name] for (loops, exact, branch), count in visits[name].items())
 
 
 # What is called, and how often.
@@ -101,6 +102,7 @@ class _Call:
     count: int = 1       # executions of the callee per execution of the caller
     loops: int = 0       # 1 for a loop
     exact: bool = True
+    branch: bool = False
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
@@ -120,15 +122,16 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _visits(calls: Mapping[str, list[_Call]], entry: str) -> dict[str, dict[tuple[int, bool], int]]:
-    """Executions of each computation in one run, by (loops around it, whether the number is exact)."""
-    visits: dict[str, dict[tuple[int, bool], int]] = {name: defaultdict(int) for name in calls}
-    visits[entry][0, True] = 1
+def _visits(calls: Mapping[str, list[_Call]], entry: str) -> dict[str, dict[tuple[int, bool, bool], int]]:
+    """Executions of each computation in one run, by (loops around it, is that exact, in a branch in a loop)."""
+    visits: dict[str, dict[tuple[int, bool, bool], int]] = {name: defaultdict(int) for name in calls}
+    visits[entry][0, True, False] = 1
     callees_first = graphlib.TopologicalSorter({name: {call.callee for call in calls[name]} for name in calls}).static_order()
     for name in reversed(list(callees_first)):
         for call in calls[name]:
-            for (loops, exact), count in visits[name].items():
-                visits[call.callee][loops + call.loops, exact and call.exact] += count * call.count
+            for (loops, exact, branch), count in visits[name].items():
+                key = loops + call.loops, exact and call.exact, branch or (call.branch and loops > 0)
+                visits[call.callee][key] += count * call.count
     return visits
 
 
@@ -147,7 +150,8 @@ def _calls(instruction: "_Instruction", computations: Mapping[str, list[str]]) -
         return
     for names in callees.values():
         for name in names:
-            yield _Call(name, exact=instruction.opcode != "conditional")
+            chosen = instruction.opcode == "conditional"
+            yield _Call(name, exact=not chosen, branch=chosen)
 
 
 def _bound(condition: str, computations: Mapping[str, list[str]]) -> int | None:

@@ -22,7 +22,7 @@ The model gives three functions (`Stages`) and is not known otherwise.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from partitioning.collectives import read_collectives
+from partitioning.declaration import DeclarationError
 from partitioning.halves import Halves
 from partitioning.pipeline import RESIDUALS
 from partitioning.redistribution import rounds, to_positions, to_rest
@@ -37,6 +39,30 @@ from partitioning.schedules.arrays import ACTIVATION, FROM_NEXT, FROM_PREVIOUS, 
 from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, NEXT, PREVIOUS, WEIGHT, Table
 
 AXIS = "pipe"
+
+
+def check_compiled(hlo: str, sizes: Mapping[str, int]) -> None:
+    """Goes over the compiled program of a pipeline for what could wait for ever.
+
+    Stages take different branches, so all that moves inside of one must move within the stage; and a permute waits for every
+    device of the mesh, wherever it moves. The compiler makes permutes for slices, rolls and concatenations along a dim that is
+    sharded.
+
+    Args:
+      hlo: `compiled.as_text()`.
+      sizes: of the mesh.
+
+    Raises:
+      DeclarationError: there is such a thing; the message names the operation.
+    """
+    found = [one for one in read_collectives(hlo, sizes) if one.branch and (one.kind == "collective-permute" or AXIS in one.axes)]
+    if found:
+        one = found[0]
+        raise DeclarationError(
+            f"this pipeline would wait for ever: inside a stage's work the compiler has put {len(found)} exchange(s) that all "
+            f"stages would have to meet at, the first a {one.kind} of {one.dtype} {list(one.shape)} for {one.source!r}. They "
+            "come from a dim that is sharded and then cut at another place. Change the rules for that dim (config.sharding, above all "
+            "those of activations, such as stream_length), or train without a pipeline (config.mesh.pipe=1).")
 
 
 @dataclasses.dataclass(frozen=True)

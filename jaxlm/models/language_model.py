@@ -214,7 +214,9 @@ class LanguageModel:
         x_BLD = shard.constrain(self._part("embed", params, shard)(tokens_BL).astype(self.compute_dtype), WHOLE)
         if c.position == "learned":
             table = self._part("positions", params, shard)
-            x_BLD = add_bias(x_BLD, table.first(L) if positions_BL is None else table(positions_BL))
+            # The first rows, whole: with the stream's length split the compiler would look them up in parts, by permutes.
+            rows = shard.constrain(table.first(L), WHOLE[1:]) if positions_BL is None else table(positions_BL)
+            x_BLD = add_bias(x_BLD, rows)
         return shard.constrain(masks(x_BLD, 0, dropout_sites.EMBEDDING), STREAM)
 
     def _shared(self, shard, length, positions_BL, segment_ids_BL, masks, cache=None):

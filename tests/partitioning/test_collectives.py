@@ -80,7 +80,12 @@ def test_a_branch_counts_as_taken_and_says_that_it_may_not_be():
                         x, None, length=7)[0]
 
     found, = read(f, (64, 16))
-    assert (found.count, found.loops, found.exact) == (7, 1, False)
+    assert (found.count, found.loops, found.exact, found.branch) == (7, 1, False, True)
+
+
+def test_a_branch_outside_of_loops_is_none():
+    found, = read(lambda x: lax.cond(x.sum() > 0, lambda x: lax.psum(x, "data"), lambda x: x * 2, x), (64, 16))
+    assert (found.exact, found.branch) == (False, False)
 
 
 def test_a_loop_whose_trips_depend_on_its_data_counts_once_and_says_so():

@@ -1,11 +1,14 @@
 """The executor on a model of a few matmuls, and what its compiled program holds: permutes, memory, and a compile for GPUs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from partitioning import Stages, make_mesh, pipelined
+from partitioning import DeclarationError, Stages, check_compiled, make_mesh, pipelined
 from partitioning.mesh import AXES
 from partitioning.pipeline import RESIDUALS
 from partitioning.schedules import make
@@ -122,3 +125,25 @@ def test_saved_residuals_hold_no_weights():
     more = [compiled(make("gpipe", 4, count), "saved", rows=1).memory_analysis().temp_size_in_bytes for count in (8, 40)]
     weights = LAYERS * WIDTH * WIDTH * 4
     assert (more[1] - more[0]) / 32 < weights / 4
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_program_whose_stages_would_wait_for_each_other_is_refused(shift):
+    """A roll along a sharded dim becomes a permute, and a permute waits for all devices: those of the other stage never come."""
+    sizes = dict.fromkeys(AXES, 1) | {"pipe": 2, "tensor": 2}
+    mesh = make_mesh(sizes, jax.devices()[:4])
+    table = make("one_f_one_b", 2, 4)
+
+    def keep(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, "tensor")))
+
+    def blocks(layers, along, x, batch):
+        return keep(jnp.roll(keep(STAGES.blocks(layers, along, x, batch)), shift, axis=1))
+
+    run = pipelined(table, mesh, dataclasses.replace(STAGES, blocks=blocks, keep_x=keep), jnp.float32, "recompute")
+    program = jax.jit(run).lower(*model(table.num_microbatches)).compile().as_text()
+    if shift:
+        with pytest.raises(DeclarationError, match="wait for ever: .* collective-permute of float32"):
+            check_compiled(program, sizes)
+    else:
+        check_compiled(program, sizes)
