@@ -61,8 +61,8 @@ def check_compiled(hlo: str, sizes: Mapping[str, int]) -> None:
         raise DeclarationError(
             f"this pipeline would wait for ever: inside a stage's work the compiler has put {len(found)} exchange(s) that all "
             f"stages would have to meet at, the first a {one.kind} of {one.dtype} {list(one.shape)} for {one.source!r}. They "
-            "come from a dim that is sharded and then cut at another place. Change the rules for that dim (config.sharding, above all "
-            "those of activations, such as stream_length), or train without a pipeline (config.mesh.pipe=1).")
+            "come from a dim that is sharded and then cut at another place. Change the rules for that dim (config.sharding, "
+            "above all those of activations, such as stream_length), or train without a pipeline (config.mesh.pipe=1).")
 
 
 @dataclasses.dataclass(frozen=True)
