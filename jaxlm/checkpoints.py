@@ -80,19 +80,30 @@ class Checkpoints:
         """
         if step in self.steps():
             return
-        # Asked beforehand: a write that fails half-way makes the libraries below print a stack for each array.
+        # Asked beforehand: a write that fails half-way makes the libraries wait for minutes, or print a stack for each array.
         need = sum(x.nbytes for x in jax.tree.leaves(state)) // jax.process_count()
-        free = shutil.disk_usage(self.directory).free
-        if _any_process(free < need):          # all or none begin, or those that did would wait for the others
-            self._fail(
-                step, f"no space left on the disk (it takes about {need / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free)"
-            )
+        trouble = _of_all_processes([reason] if (reason := self._cannot_write(need)) else [])
+        if trouble:                            # all or none begin, or those that did would wait for the others
+            self._fail(step, trouble[0])
         args = self._ocp.args.Composite(state=self._ocp.args.StandardSave(state), about=self._ocp.args.JsonSave(about))
         self.wait()            # for the save before, which still needs to know its own step
         self._saving = step
         self._guard(step, lambda: self._manager.save(step, args=args, force=True))
         if not self._config.asynchronous:
             self.wait()
+
+    def _cannot_write(self, need: int) -> str | None:
+        """Why this process could not write `need` bytes, if that can be known."""
+        free = shutil.disk_usage(self.directory).free
+        if free < need:
+            return f"no space left on the disk (it takes about {need / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free)"
+        probe = self.directory / f".write-{jax.process_index()}"
+        try:
+            probe.mkdir(exist_ok=True)
+            probe.rmdir()
+        except OSError as error:
+            return disk_trouble(error) or str(error)
+        return None
 
     def wait(self) -> None:
         """Waits until the last save is on disk."""
@@ -219,7 +230,7 @@ class Checkpoints:
             if path in stored and stored[path] != shape
         ]
         if not selection.include:
-            lines += [f"{path}: there, unknown here" for path in stored if path not in wanted]
+            lines += [f"{path}: there, unknown here" for path in stored if path not in wanted and path not in selection.leave]
         if lines:
             more = f"\n  and {len(lines) - 4} more arrays" if len(lines) > 4 else ""
             raise DeclarationError(f"{self.directory / str(step)} is of another model:\n  " + "\n  ".join(lines[:4]) + more)
@@ -238,9 +249,11 @@ class Selection:
     Attributes:
       include: regular expressions on the parameters' paths here; empty for all.
       rename: pairs of a regular expression on the parameters' paths there and what replaces what it matches (`re.sub`), in turn.
+      leave: names of arrays there, of which nobody asks for if they are not wanted here.
     """
     include: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
+    leave: tuple[str, ...] = ()
 
     def names(self, stored: Iterable[str]) -> dict[str, str]:
         """For each stored array its name here, as the key, and there.
@@ -294,8 +307,9 @@ def _few(names: Iterable[str]) -> str:
 
 
 class _Kept:
-    """Which checkpoints stay when a new one is complete: the newest `keep`, every one whose step is a multiple of `keep_every`,
-    and the best by `best_metric`. In the form of Orbax's preservation policies."""
+    """Which checkpoints stay when a new one is complete: the newest `keep`, the newest at a multiple of `every` (a rollback goes
+    back to it), every one whose step is a multiple of `keep_every`, and the best by `best_metric`. In the form of Orbax's
+    preservation policies."""
 
     def __init__(self, config: CheckpointConfig, checkpoints: Checkpoints):
         self._config, self._checkpoints = config, checkpoints
@@ -306,6 +320,8 @@ class _Kept:
         steps, config = [checkpoint.step for checkpoint in checkpoints], self._config
         whole = sorted({*self._checkpoints.steps(), max(steps, default=0)} & {*steps})      # the newest is being written
         kept = set(whole[-config.keep:])
+        if config.every:
+            kept |= set([step for step in whole if step % config.every == 0][-1:])
         if config.keep_every:
             kept |= {step for step in steps if step % config.keep_every == 0}
         if config.best_metric:
@@ -321,11 +337,6 @@ def _first_format(folder: pathlib.Path) -> bool:
         return json.loads((folder / "about" / "metadata").read_text("utf-8"))["format"] == 1
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _any_process(yes: bool) -> bool:
-    """Whether any of the processes says yes. All must ask."""
-    return bool(_of_all_processes(["yes"] if yes else []))
 
 
 def _of_all_processes(lines: list[str]) -> list[str]:
@@ -414,9 +425,9 @@ def find_source(source: str) -> tuple[pathlib.Path, int | None]:
 
 
 def set_aside_names(workdir: pathlib.Path) -> list[str]:
-    """Names of the damaged checkpoints that a run has moved aside."""
+    """Names of the checkpoints that a run has moved aside: damaged ones, and those that a rollback went back behind."""
     folder = workdir / "checkpoints"
-    return sorted(p.name for p in folder.iterdir() if ".damaged" in p.name) if folder.is_dir() else []
+    return sorted(p.name for p in folder.iterdir() if re.search(r"\.(damaged|rolled_back)", p.name)) if folder.is_dir() else []
 
 
 def saved_steps(workdir: pathlib.Path) -> list[str]:

@@ -52,6 +52,15 @@ def default_workdir(name: str) -> pathlib.Path:
     return path
 
 
+def check_name(workdir: pathlib.Path) -> None:
+    """Raises DeclarationError for a path in which checkpoints cannot be written: the library that puts the parts of one together
+    takes these characters for a pattern, and would find no part, or another run's."""
+    found = sorted(set("[]*?\\") & set(str(workdir.absolute())))
+    if found:
+        raise DeclarationError(f"--workdir={workdir}: checkpoints cannot be written below a path with {' '.join(found)} in it "
+                               f"({workdir.absolute()}); give another.")
+
+
 @contextlib.contextmanager
 def sole_writer(workdir: pathlib.Path):
     """Keeps a second run out of a run directory, as long as it is entered. Makes the directory.

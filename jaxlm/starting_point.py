@@ -11,7 +11,7 @@ from jaxlm.checkpoints import Checkpoints, Selection, find_source, saved_steps, 
 from jaxlm.config import Config
 from jaxlm.errors import RunError
 from jaxlm.run_directory import load_saved_config, model_differences
-from jaxlm.train_step import initial_counters
+from jaxlm.train_step import SCALING, initial_counters
 from partitioning.declaration import DeclarationError
 from partitioning.paths import flatten, unflatten
 
@@ -29,6 +29,7 @@ class StartingPoint:
     words: the same, to be shown.
     seen: names of the checkpoints in the run directory.
     damaged: steps of those that are newer than the one to read, and damaged.
+    passed: steps of those that are newer and whole, but behind which a rollback goes back.
     notes: lines to be shown: what is damaged.
     selection: which arrays to read, and their names there.
     reset: of a whole state, the parts that start anew: optimizer, step, data.
@@ -41,8 +42,9 @@ class StartingPoint:
     words: str
     seen: tuple[str, ...] = ()
     damaged: tuple[int, ...] = ()
+    passed: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    selection: Selection = Selection()
+    selection: Selection = Selection(leave=tuple(f"counters/{name}" for name in SCALING))
     reset: tuple[str, ...] = ()
 
     def reader(self) -> Checkpoints:
@@ -68,7 +70,7 @@ def find(config: Config, workdir: pathlib.Path, *, scheduled: bool = False) -> S
     aside = set_aside_names(workdir)
     if aside:
         raise RunError(
-            f"{workdir / 'checkpoints'} holds {', '.join(aside)}, which were damaged and moved aside, and no checkpoint that is "
+            f"{workdir / 'checkpoints'} holds {', '.join(aside)}, which were moved aside, and no checkpoint that is "
             "whole. Nothing was touched; put a checkpoint there from a copy, or move these away to start anew."
         )
     source = config.checkpoint.restore_from
@@ -85,7 +87,7 @@ def find(config: Config, workdir: pathlib.Path, *, scheduled: bool = False) -> S
     step = steps[-1] if step is None else step
     whole = config.checkpoint.restore == "all"
     note = verified(reader, step)
-    selection = Selection(config.checkpoint.include, config.checkpoint.rename)
+    selection = dataclasses.replace(StartingPoint.selection, include=config.checkpoint.include, rename=config.checkpoint.rename)
     words = f"{path}, step {step}{note}"
     reset = config.checkpoint.reset
     start = step if whole and "step" not in reset else 0
@@ -100,7 +102,8 @@ def _newest(workdir: pathlib.Path, names: tuple[str, ...], every: int) -> Starti
         found = reader.damage(step)
         if not found:
             words = f"the checkpoint of step {step} in the run directory" + (NOT_VERIFIED if found is None else "")
-            return StartingPoint(step, workdir, step, True, words, names, tuple(damaged), tuple(notes))
+            passed = tuple(later for later in steps if later > step and later not in damaged)
+            return StartingPoint(step, workdir, step, True, words, names, tuple(damaged), passed, tuple(notes))
         damaged.append(step)
         notes.append(f"damaged: {reader.directory / str(step)} is not used: {_listed(found)}")
     lines = "".join(f"\n  {note}" for note in notes)
@@ -111,16 +114,16 @@ def _newest(workdir: pathlib.Path, names: tuple[str, ...], every: int) -> Starti
 
 
 def set_aside(point: StartingPoint, workdir: pathlib.Path) -> list[str]:
-    """Gives damaged checkpoints that are newer than the starting point another name, so that the run can write its own in their
-    place; nothing is deleted. Returns a line for each. By the one process that holds the run directory."""
+    """Gives checkpoints that are newer than the starting point another name, so that the run can write its own in their place;
+    nothing is deleted. Returns a line for each. By the one process that holds the run directory."""
     lines = []
-    for step in point.damaged:
-        path, number = workdir / "checkpoints" / f"{step}.damaged", 1
+    for step, word in [*((step, "damaged") for step in point.damaged), *((step, "rolled_back") for step in point.passed)]:
+        path, number = workdir / "checkpoints" / f"{step}.{word}", 1
         while path.exists():
             number += 1
-            path = path.with_name(f"{step}.damaged-{number}")
+            path = path.with_name(f"{step}.{word}-{number}")
         (workdir / "checkpoints" / str(step)).rename(path)
-        lines.append(f"damaged: moved aside to {path}")
+        lines.append(f"{word.replace('_', ' ')}: moved aside to {path}")
     return lines
 
 

@@ -18,7 +18,7 @@ from jaxlm.checkpoints import FORMAT, Checkpoints, saved_steps
 from jaxlm.errors import RollBack, RunError, Stopped
 from jaxlm.config import Config, to_dict
 from jaxlm.peers import Peers
-from jaxlm.run_directory import check_resume, default_workdir, load_saved_config, save_config, sole_writer
+from jaxlm.run_directory import check_name, check_resume, default_workdir, load_saved_config, save_config, sole_writer
 from jaxlm.starting_point import StartingPoint
 from partitioning.declaration import DeclarationError
 
@@ -96,7 +96,10 @@ def settle(flags: argparse.Namespace) -> tuple[pathlib.Path, Config, list[str]]:
         source = str(workdir / "config.json")
     config = commandline.configured(source, flags.overrides)
     if workdir is None:
-        return default_workdir(pathlib.Path(source).stem), config, []
+        workdir = default_workdir(pathlib.Path(source).stem)
+        check_name(workdir)
+        return workdir, config, []
+    check_name(workdir)
     if workdir.exists() and not workdir.is_dir():
         raise DeclarationError(f"--workdir={workdir} is a file; give a directory.")
     old = load_saved_config(workdir)

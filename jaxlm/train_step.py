@@ -20,12 +20,15 @@ from jaxlm.optimizers import loss_scale
 from jaxlm.pipeline import pipeline_gradients
 
 
+SCALING = ("loss_scale", "good_steps")         # counters that only a run with a loss scale has
+
+
 def initial_counters(config: Config) -> dict[str, jax.Array]:
     """The counters at step 0."""
     counters = {**{name: jnp.zeros((), jnp.int32) for name in ("step", "updates", "skipped")}, **faults.initial_counters()}
     if config.precision.scales_loss:
         scale = loss_scale.init(config.precision)
-        counters |= {"loss_scale": scale["scale"], "good_steps": scale["good_steps"]}
+        counters |= dict(zip(SCALING, (scale["scale"], scale["good_steps"]), strict=True))
     return counters
 
 

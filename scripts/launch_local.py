@@ -14,6 +14,7 @@ smaller number is tried. Python's standard library alone; docs/processes.md has 
 """
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -149,6 +150,7 @@ class Launcher:
                     self.say(f"process {index} {words(code)}; the others have {self.flags.grace:g} s to end")
             if deadline is None and not killed_by_us:
                 deadline = time.monotonic() + self.flags.grace
+        self._wait_for_groups()
         for thread in pumps:
             thread.join(timeout=5)
         # Those that a signal from elsewhere took: a process that JAX ends because of another aborts, and is still there to use.
@@ -179,10 +181,24 @@ class Launcher:
         self.asked_to_stop = True
         self._send(signal.SIGTERM)
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int) -> bool:
+        """Signals every process and what it has started itself (the command may be a shell). Whether there was one."""
+        found = False
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)           # each leads a group of its own
+                found = True
+        return found
+
+    def _wait_for_groups(self) -> None:
+        """What the commands have started may outlive them: it has as long to end as a process has."""
+        deadline = time.monotonic() + self.flags.grace
+        while self._send(0):
+            if time.monotonic() > deadline:
+                self.say(f"what the command started did not end within {self.flags.grace:g} s; killing")
+                self._send(signal.SIGKILL)
+                return
+            time.sleep(0.05)
 
 
 def main() -> int:

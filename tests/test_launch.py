@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -20,6 +21,16 @@ def launch(code, *flags, **more):
     done = subprocess.run([*LAUNCHER, *flags, "--", sys.executable, "-c", FACTS + code], capture_output=True, text=True,
                           timeout=60, env={**os.environ, **more})
     return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def ends(pid):
+    """Whether a process that is nobody's child here ends within some seconds; it may still wait for somebody to ask how."""
+    for _ in range(200):
+        state = pathlib.Path(f"/proc/{pid}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_every_process_knows_its_place_and_all_know_one_coordinator():
@@ -105,13 +116,31 @@ def test_a_launcher_that_is_killed_takes_its_processes_along():
     process.wait()
     process.stdout.close()
     for pid in children:
-        for _ in range(200):
-            state = pathlib.Path(f"/proc/{pid}/stat")
-            if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-                break
-            signal.sigtimedwait([], 0.02)
-        else:
-            pytest.fail(f"process {pid} is still there")
+        assert ends(pid)
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_what_a_command_started_itself_ends_with_it(signalled, tmp_path):
+    """The command may be a shell, which dies of a signal and leaves what runs in it."""
+    if sys.platform != "linux":
+        pytest.skip("looks into /proc")
+    (tmp_path / "work.py").write_text(f"""
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(tmp_path)!r}, "told").touch(), sys.exit(3)))
+pathlib.Path({str(tmp_path)!r}, "pid").write_text(str(os.getpid()))
+time.sleep(1000)
+""")
+    until_started = f"while [ ! -s {tmp_path / 'pid'} ]; do sleep 0.1; done"
+    shell = f"{sys.executable} {tmp_path / 'work.py'} & {'wait' if signalled else until_started}"
+    process = subprocess.Popen([*LAUNCHER, "-n", "1", "--grace=2", "--", "bash", "-c", shell], stderr=subprocess.PIPE, text=True)
+    if signalled:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert ends((tmp_path / "pid").read_text())
+    assert (tmp_path / "told").exists() == signalled
+    assert ("what the command started did not end within 2 s; killing" in err) != signalled
 
 
 def test_gpus_are_shared_out():

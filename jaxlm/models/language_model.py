@@ -214,8 +214,8 @@ class LanguageModel:
         x_BLD = shard.constrain(self._part("embed", params, shard)(tokens_BL).astype(self.compute_dtype), WHOLE)
         if c.position == "learned":
             table = self._part("positions", params, shard)
-            # The first rows, whole: with the stream's length split the compiler would look them up in parts, by permutes.
-            rows = shard.constrain(table.first(L), WHOLE[1:]) if positions_BL is None else table(positions_BL)
+            # The first rows, whole: split along the length, the compiler would fetch them from each other by permutes.
+            rows = shard.constrain(table.first(L), (None, "embed")) if positions_BL is None else table(positions_BL)
             x_BLD = add_bias(x_BLD, rows)
         return shard.constrain(masks(x_BLD, 0, dropout_sites.EMBEDDING), STREAM)
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import pathlib
 
 import pytest
 
 from jaxlm import commandline
 from jaxlm.errors import RunError, Stopped
 from jaxlm.config import Config, default_config, to_config, to_dict
-from jaxlm.run_directory import check_resume, differences, load_saved_config, save_config
+from jaxlm.run_directory import check_name, check_resume, differences, load_saved_config, save_config
 from partitioning.declaration import DeclarationError, keys
 
 
@@ -212,3 +213,10 @@ def test_each_kind_of_end_has_its_exit_status(raised, status, capsys):
 
     assert commandline.run(main, commandline.parser("jaxlm.train", "Trains."), []) == status
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lr[0.001]", "w*", "w?d/run", "back\\s"])
+def test_a_run_directory_in_which_no_checkpoint_could_be_put_together_is_refused(name):
+    with pytest.raises(DeclarationError, match="checkpoints cannot be written below a path with"):
+        check_name(pathlib.Path(name))
+    check_name(pathlib.Path("läuf {e} #1, it's 50%/run"))

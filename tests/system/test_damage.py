@@ -96,7 +96,7 @@ def test_what_was_moved_aside_is_no_reason_to_start_anew(copy):
     for step in (4, 8, 12):
         (copy / "checkpoints" / str(step)).rename(copy / "checkpoints" / f"{step}.damaged")
     err = run("train", f"--config={TINY}", f"--workdir={copy}", *KEYS, status=1)
-    assert "12.damaged, 4.damaged, 8.damaged, which were damaged and moved aside" in err and "Nothing was touched" in err
+    assert "12.damaged, 4.damaged, 8.damaged, which were moved aside" in err and "Nothing was touched" in err
 
 
 @pytest.mark.parametrize("command, keys", [
@@ -140,6 +140,28 @@ def test_what_stays_is_the_newest_every_so_many_and_the_best(tmp_path):
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2, 4, 7]
     with pytest.raises(RunError, match="cannot be read"):
         Checkpoints(tmp_path / "checkpoints").restore(3, {})
+
+
+def test_the_one_that_a_rollback_goes_back_to_stays(tmp_path):
+    """Those that were written because the run was stopped do not push it out."""
+    config = to_config({"checkpoint": {"keep": 2, "every": 4}}).checkpoint
+    checkpoints = Checkpoints(tmp_path / "checkpoints", config)
+    for step in (4, 8, 9, 10, 11):
+        checkpoints.save(step, {"params": {"kernel": jax.numpy.full((4,), step)}}, {"format": 2})
+    checkpoints.close()
+    assert checkpoints.steps() == [8, 10, 11]
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_begun(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", to_config({}).checkpoint)
+
+    def mkdir(path, *args, **kwargs):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", mkdir)
+    with pytest.raises(RunError, match="step 2 could not be written .*: no permission to write. .* whole: none"):
+        checkpoints.save(2, {"params": {"kernel": jax.numpy.ones((4,))}}, {"format": 2})
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_save_that_fails_leaves_nothing_and_the_next_ones_are_made(tmp_path, monkeypatch):

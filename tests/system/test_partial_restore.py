@@ -85,3 +85,17 @@ def test_mistakes_are_told(overrides, words, source, tmp_path):
     with pytest.raises(DeclarationError) as error:
         started(source, tmp_path, *overrides)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("there, here", [("float16", "float32"), ("float32", "float16")])
+def test_a_run_goes_on_with_or_without_a_loss_scale(there, here, tmp_path):
+    """The scale's counters are left out where nothing reads them, and start anew where nothing is there."""
+    keys = (f"--config={TINY}", f"--workdir={tmp_path}", "--config.train.log_every=1")
+    run("train", *keys, "--config.train.stop_at=2", f"--config.precision.compute={there}")
+    config = load_config(str(TINY), [("mesh.data", "1"), ("precision.compute", here)])
+    job = build_job(config, 1).on_devices(jax.devices()[:1])
+    point = starting_point.find(config, tmp_path)
+    assert "the whole state" in starting_point.check(point, job, None, allow_change=True)
+    state = starting_point.load(point, job)
+    assert int(state["counters"]["step"]) == 2 and ("loss_scale" in state["counters"]) == (here == "float16")
+    assert {path for path in flatten(state)} == {path for path in flatten(job.abstract_state())}

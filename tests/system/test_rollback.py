@@ -58,6 +58,18 @@ def test_a_run_that_is_stopped_after_going_back_ends_with_the_same_bits(whole, t
     assert losses(tmp_path) == losses(whole[0]) and same_bits(arrays(tmp_path, 90), arrays(whole[0], 90))
 
 
+def test_a_checkpoint_that_a_rollback_goes_back_behind_is_moved_aside(whole, text, tmp_path):
+    """It was written because the run was stopped; the steps after it are taken anew, with other data, and saved."""
+    first = next(row["step"] for row in rows(whole[0]) if row["rollbacks"])
+    scheduled = (first - 1) // 8 * 8
+    more = ("--config.faults.max_rollbacks=20",)
+    run("train", *keys(text, tmp_path, *more, f"--config.train.stop_at={scheduled + 2}"))
+    out = run("train", *keys(text, tmp_path, *more))
+    assert f"back to step {scheduled}" in out and f"{scheduled + 2}.rolled_back" in out
+    assert losses(tmp_path) == losses(whole[0]) and same_bits(arrays(tmp_path, 90), arrays(whole[0], 90))
+    assert scheduled + 2 not in Checkpoints(tmp_path / "checkpoints").steps()
+
+
 def test_a_run_that_dies_before_it_could_save_goes_back_again_in_the_same_way(whole, text, tmp_path):
     shutil.copytree(whole[0], tmp_path / "run")
     first = next(row["step"] for row in rows(whole[0]) if row["rollbacks"])
