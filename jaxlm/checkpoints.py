@@ -21,6 +21,7 @@ import logging
 import pathlib
 import re
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -61,6 +62,10 @@ class Checkpoints:
             options=options,
             item_handlers=dict(state=ocp.StandardCheckpointHandler(), about=ocp.JsonCheckpointHandler()),
         )
+
+        self._failed: Exception | None = None
+        if not read_only and jax.process_count() > 1:
+            self._record_failures()
 
     def steps(self) -> list[int]:
         """The complete checkpoints, oldest first. (Orbax's own list has those that failed to be written, too.)"""
@@ -107,7 +112,41 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until the last save is on disk."""
-        self._guard(self._saving, self._manager.wait_until_finished)
+        self._guard(self._saving, self._finish)
+
+    def _finish(self) -> None:
+        """Orbax's own wait. In one of several processes it ends as soon as this process's part has failed: Orbax would then wait
+        for the others for minutes, which wait for this one meanwhile."""
+        if jax.process_count() == 1:
+            self._manager.wait_until_finished()
+            return
+        waiting = threading.Thread(target=self._wait_and_record, name="save", daemon=True)
+        waiting.start()
+        while waiting.is_alive() and self._failed is None:
+            waiting.join(0.05)
+        if self._failed is not None:
+            raise self._failed
+
+    def _wait_and_record(self) -> None:
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # noqa: BLE001 - it is raised in the thread that asked
+            self._failed = self._failed or error
+
+    def _record_failures(self) -> None:
+        """Keeps what the background thread of a save raises. (Orbax hands it to a thread of its own, which keeps it to itself
+        until all processes have met.)"""
+        writer = self._manager._checkpointer._async_manager
+        check = writer.check_for_errors
+
+        def recorded():
+            try:
+                check()
+            except Exception as error:
+                self._failed = error
+                raise
+
+        writer.check_for_errors = recorded
 
     def _guard(self, step: int, action: Callable[[], Any]) -> None:
         try:
@@ -138,10 +177,17 @@ class Checkpoints:
         format. Every process of a job must call it: each reads its share of the bytes, and all get all the lines.
         """
         folder = self.directory / str(step)
-        if not (folder / manifest.NAME).exists() and _first_format(folder):
+        about = _about(folder)
+        if not (folder / manifest.NAME).exists() and about.get("format") == 1:
             return None
         found = manifest.verify(folder, jax.process_index(), jax.process_count())
-        return sorted(set(_of_all_processes(found)))
+        if about.get("step", step) != step:
+            found.append(f"it is that of step {about['step']}, under another name")
+        found = sorted(set(_of_all_processes(found)))
+        if not found and about.get("format", FORMAT) > FORMAT:
+            raise RunError(f"{folder} is of format {about['format']}, and this program knows {FORMAT} and older; read it with "
+                           "the version that wrote it, or a newer one. Nothing was changed.")
+        return found
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a step, or none, if they cannot be read."""
@@ -332,11 +378,12 @@ class _Kept:
         return [step in kept for step in steps]
 
 
-def _first_format(folder: pathlib.Path) -> bool:
-    try:
-        return json.loads((folder / "about" / "metadata").read_text("utf-8"))["format"] == 1
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def _about(folder: pathlib.Path) -> dict[str, Any]:
+    """What is written beside the arrays of a checkpoint, or nothing, if that cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((folder / "about" / "metadata").read_text("utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _of_all_processes(lines: list[str]) -> list[str]:
@@ -433,4 +480,5 @@ def set_aside_names(workdir: pathlib.Path) -> list[str]:
 def saved_steps(workdir: pathlib.Path) -> list[str]:
     """Names of the checkpoint folders of a run, oldest first, without opening them."""
     folder = workdir / "checkpoints"
-    return sorted((p.name for p in folder.iterdir() if p.name.isdigit()), key=int) if folder.is_dir() else []
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted((name for name in names if re.fullmatch(r"0|[1-9][0-9]*", name)), key=int)

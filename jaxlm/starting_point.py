@@ -64,6 +64,12 @@ def find(config: Config, workdir: pathlib.Path, *, scheduled: bool = False) -> S
       RunError: the run directory has checkpoints, and none is whole: never a reason to start anew.
     """
     names = tuple(saved_steps(workdir))
+    rows = workdir / "metrics.jsonl"
+    if not (workdir / "checkpoints").exists() and rows.exists() and rows.stat().st_size:
+        raise RunError(
+            f"{workdir} has logged steps, but its folder checkpoints is gone (moved, or on a disk that is not there?). Nothing "
+            "was touched; put it back, or use another --workdir to start anew."
+        )
     if names:
         every = config.checkpoint.every if scheduled else 0
         return _newest(workdir, names, every)
@@ -211,8 +217,10 @@ def load(point: StartingPoint, job: Any) -> dict[str, Any]:
     new = {name: value for name, value in initial.items() if name not in found["counters"] or name == "bad_step"}
     if "step" in point.reset:
         new = {**initial, "left_out": point.reader().about(point.saved_step)["data"]["next_batch"]}
+        del new["updates"]                     # part of the optimizer's state, whose averages are corrected by their number
     if "data" in point.reset:                  # step s takes batch s - 1 + left_out
         new["left_out"] = -point.step
     if "optimizer" in point.reset:
+        new["updates"] = initial["updates"]
         found = {**found, "optimizer": job.to_saved({"optimizer": job.initialise()["optimizer"]})["optimizer"]}
     return job.set_counters(job.from_saved(found), new)

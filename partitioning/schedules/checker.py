@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 
 from partitioning.declaration import DeclarationError
-from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, NEXT, STAY, WEIGHT, WORDS, Entry, Table
+from partitioning.schedules.table import BACKWARD, FORWARD, INPUT, KINDS, NEXT, STAY, WEIGHT, WORDS, Entry, Table, Work
 
 HALVES = frozenset((INPUT, WEIGHT))
 
@@ -14,6 +14,7 @@ def check(table: Table) -> None:
     Raises:
       DeclarationError: the first thing that is wrong, where, and what would be right.
     """
+    _check_types(table)
     _check_form(table)
     done = _check_once(table)
     _check_dependencies(table, done)
@@ -45,6 +46,32 @@ def _fail(table: Table, what: str) -> None:
 
 def _at(entry: Entry) -> str:
     return f"tick {entry.tick}, stage {entry.stage}, {entry.work} ({WORDS[entry.work.kind]})"
+
+
+def _check_types(table: Table) -> None:
+    """Numbers, rows and work of the kinds that `Table` says: a function of the user's may have made it of anything."""
+    def row(entries: object) -> bool:
+        return isinstance(entries, (tuple, list))
+
+    def whole(numbers: object) -> bool:
+        return row(numbers) and all(type(number) is int for number in numbers)
+
+    for name, fits, expected in (
+            ("num_microbatches", type(table.num_microbatches) is int, "a whole number"),
+            ("latency", type(table.latency) is int, "a whole number"),
+            ("live", table.live is None or whole(table.live), "None or a tuple of whole numbers"),
+            ("placement", row(table.placement) and len(table.placement) > 0 and all(map(whole, table.placement)),
+             "a tuple of tuples of whole numbers, one for each chunk")):
+        if not fits:
+            _fail(table, f"its {name} is {getattr(table, name)!r}; expected {expected}.")
+    if not row(table.ticks):
+        _fail(table, f"its ticks are a {type(table.ticks).__name__}; expected a tuple of ticks.")
+    for tick, stages in enumerate(table.ticks):
+        if not row(stages) or not all(map(row, stages)):
+            _fail(table, f"tick {tick} is {stages!r}; expected a tuple with a tuple of Work for each stage.")
+        for work in (work for cell in stages for work in cell):
+            if not isinstance(work, Work) or type(work.microbatch) is not int or type(work.chunk) is not int:
+                _fail(table, f"tick {tick} has {work!r}; expected a Work(kind, microbatch, chunk).")
 
 
 def _check_form(table: Table) -> None:

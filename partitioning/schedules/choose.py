@@ -10,6 +10,7 @@ A function takes `num_stages` and `num_microbatches`, and `num_chunks` and `late
 import importlib.util
 import inspect
 import pathlib
+import sys
 from collections.abc import Callable
 
 from partitioning.declaration import DeclarationError, nearest
@@ -44,13 +45,7 @@ def make(schedule: str | Callable[..., Table], num_stages: int, num_microbatches
         table = read_csv(schedule)
     else:
         function = _function(schedule) if isinstance(schedule, str) else schedule
-        known = inspect.signature(function).parameters
-        given = {"num_chunks": num_chunks, "latency": latency}
-        table = function(num_stages, num_microbatches,
-                         **{key: value for key, value in given.items() if value is not None and key in known})
-        if not isinstance(table, Table):
-            raise DeclarationError(f"the schedule {schedule} returned {type(table).__name__}; expected a Table of "
-                                   "partitioning.schedules.")
+        table = _call(schedule, function, num_stages, num_microbatches, num_chunks=num_chunks, latency=latency)
     check(table)
     for key, wanted, found in (("mesh.pipe", num_stages, table.num_stages),
                                ("pipeline.num_microbatches", num_microbatches, table.num_microbatches),
@@ -60,6 +55,25 @@ def make(schedule: str | Callable[..., Table], num_stages: int, num_microbatches
                                    "choose another schedule.")
     if latency not in (None, table.latency):
         raise DeclarationError(f"the schedule {table.name} has latency {table.latency}; asked for was {latency}.")
+    return table
+
+
+def _call(schedule: str | Callable[..., Table], function: Callable[..., Table], *sizes: int, **options: int | None) -> Table:
+    """What a function returns; what goes wrong in one of the user's is said in one message."""
+    try:
+        known = inspect.signature(function).parameters
+        table = function(*sizes, **{key: value for key, value in options.items() if value is not None and key in known})
+    except DeclarationError:
+        raise
+    except (Exception, SystemExit) as error:
+        if function in SCHEDULES.values():
+            raise
+        raise DeclarationError(f"the schedule {schedule} failed for {sizes[0]} stages and {sizes[1]} microbatches: "
+                               f"{type(error).__name__}: {error}. It is called with these two numbers, and returns a Table of "
+                               "partitioning.schedules.") from error
+    if not isinstance(table, Table):
+        raise DeclarationError(f"the schedule {schedule} returned {type(table).__name__}; expected a Table of "
+                               "partitioning.schedules.")
     return table
 
 
@@ -73,9 +87,14 @@ def _function(schedule: str) -> Callable[..., Table]:
         return SCHEDULES[schedule]
     if not pathlib.Path(path).is_file():
         raise DeclarationError(f"config.pipeline.schedule = {schedule!r}: there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"schedule_{pathlib.Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module            # dataclasses look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise DeclarationError(f"config.pipeline.schedule = {schedule!r}: {path} cannot be loaded: "
+                               f"{type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         raise DeclarationError(f"config.pipeline.schedule = {schedule!r}: {path} has no function {name!r}; "

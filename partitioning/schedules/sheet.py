@@ -76,6 +76,9 @@ def from_csv(text: str, name: str) -> Table:
     padded = [row + [()] * (length - len(row)) for row in rows]
     works = [work for row in rows for cell in row for work in cell]
     chunks = 1 + max((work.chunk for work in works), default=0)
+    if chunks > len(works):
+        raise DeclarationError(f"the schedule {name} speaks of chunk {chunks - 1}, and has {len(works)} pieces of work in all; "
+                               "chunks count from 0.")
     return Table(name, 1 + max((work.microbatch for work in works), default=0),
                  tuple(map(tuple, settings["placement"])) or looped(len(rows), chunks), tuple(zip(*padded)),
                  settings["latency"][0][0] if settings["latency"] else 1,

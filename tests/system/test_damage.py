@@ -1,5 +1,6 @@
 """Damaged checkpoints: each is seen and named, none is loaded as good, and a run goes on from the one before."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -194,4 +195,28 @@ def test_what_is_reset_starts_anew_and_the_rest_goes_on(reset, first, whole, tmp
     next_batch = Checkpoints(tmp_path / "run" / "checkpoints").about(12)["data"]["next_batch"]
     steps = 12 - first + 1
     assert next_batch == (steps if "data" in parts else 8 + steps)
-    assert int(here["['counters']['updates']"]) == (12 if "step" not in parts else 12) and there.keys() == here.keys()
+    before = 0 if "optimizer" in parts else 8              # updates go with the averages that they correct, whatever the step
+    assert int(here["['counters']['updates']"]) == before + steps and there.keys() == here.keys()
+
+
+def test_a_checkpoint_under_another_ones_name_is_damage(copy):
+    (copy / "checkpoints" / "8").rename(copy / "checkpoints" / "50")
+    point = found(copy)
+    assert (point.step, point.damaged) == (12, (50,)) and "it is that of step 8, under another name" in point.notes[0]
+
+
+def test_a_checkpoint_of_a_format_to_come_is_left_alone(copy):
+    folder = copy / "checkpoints" / "12"
+    about = json.loads((folder / "about" / "metadata").read_text())
+    (folder / "about" / "metadata").write_text(json.dumps({**about, "format": 99}))
+    (folder / manifest.NAME).unlink()
+    manifest.write(folder)
+    with pytest.raises(RunError, match="is of format 99, and this program knows 2 and older"):
+        found(copy)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_anew(copy):
+    (copy / "checkpoints").rename(copy / "elsewhere")
+    rows = (copy / "metrics.jsonl").read_text()
+    err = run("train", f"--config={TINY}", f"--workdir={copy}", *KEYS, status=1)
+    assert "has logged steps, but its folder checkpoints is gone" in err and (copy / "metrics.jsonl").read_text() == rows

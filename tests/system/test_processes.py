@@ -142,6 +142,19 @@ def test_an_error_of_one_process_ends_the_others_with_its_reason(tmp_path):
     assert losses(tmp_path / "run").keys() == {1, 2} and not any("Traceback" in err for _, err in ends)
 
 
+def test_a_process_that_alone_cannot_write_ends_the_others_with_its_reason(tmp_path):
+    """Orbax would have each wait for the other for twenty minutes."""
+    shell = f"[ $JAXLM_PROCESS_ID = 1 ] && ulimit -f 20; exec {sys.executable} -m jaxlm.train"
+    keys = (*KEYS, *MESH, "--config.train.steps=9", "--config.checkpoint.every=3", f"--workdir={tmp_path}")
+    command = [sys.executable, str(ROOT / "scripts" / "launch_local.py"), "-n", "2", "--cpu-devices=2", "--grace=60", "--",
+               "bash", "-c", f"{shell} {' '.join(keys)}"]
+    done = subprocess.run(command, env=environment(JAX_ENABLE_COMPILATION_CACHE="false"), capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 1 and "killing" not in done.stderr
+    assert "[1] error: the checkpoint of step 3 could not be written" in done.stderr and "a file may not grow" in done.stderr
+    assert "process 0 stops because process 1 has ended: error: the checkpoint of step 3 could not be written" in done.stderr
+
+
 def launch(count, *flags, folder):
     """The launcher with the training command, one device to a process."""
     return [sys.executable, str(ROOT / "scripts" / "launch_local.py"), "-n", str(count), "--cpu-devices=1", *flags, "--",

@@ -159,3 +159,45 @@ def test_the_figures_in_the_documentation_are_those_of_the_tables():
         found = measure(make(name, int(stages), int(microbatches)))
         assert figures == (f"{found.ticks} | {found.bubble:.1%} | {found.time_bubble:.1%} | {found.time_ratio:.2f} | "
                            f"{max(found.live):g}")
+
+
+@pytest.mark.parametrize("code, words", [
+    ("def f(p, m): raise ValueError('no idea')", "failed for 2 stages and 4 microbatches: ValueError: no idea"),
+    ("def f(): pass", "failed for 2 stages .*TypeError"), ("def f(p, m): import sys; sys.exit(7)", "failed .*SystemExit: 7"),
+    ("def f(p, m) return 1", "cannot be loaded: SyntaxError"), ("import nowhere", "cannot be loaded: ModuleNotFoundError"),
+    ("f = 3", "has no function 'f'")])
+def test_what_goes_wrong_in_a_function_of_ones_own_is_one_message(code, words, tmp_path):
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(DeclarationError, match=words):
+        make(f"{tmp_path / 'mine.py'}:f", 2, 4)
+
+
+def test_a_function_of_ones_own_may_have_dataclasses_beside_it(tmp_path):
+    (tmp_path / "mine.py").write_text("""
+from __future__ import annotations
+import dataclasses
+from partitioning.schedules import make
+
+@dataclasses.dataclass
+class Sizes:
+    stages: int
+
+def f(p, m):
+    return make("gpipe", Sizes(p).stages, m)
+""")
+    assert make(f"{tmp_path / 'mine.py'}:f", 2, 4) == make("gpipe", 2, 4)
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(placement=()), "its placement is"), (dict(num_microbatches=2.0), "its num_microbatches is 2.0"),
+    (dict(latency=1.0), "its latency is 1.0"), (dict(live=("a", "b")), "its live is"),
+    (dict(ticks=(tick for tick in ())), "its ticks are a generator"), (dict(ticks=((("F", 0),),)), "tick 0 has"),
+    (dict(ticks=(3,)), "tick 0 is 3")])
+def test_a_table_made_of_other_things_is_refused(change, words):
+    with pytest.raises(DeclarationError, match=words):
+        check(dataclasses.replace(make("gpipe", 2, 2), **change))
+
+
+def test_a_sheet_that_speaks_of_a_chunk_far_away_is_refused_before_any_is_made():
+    with pytest.raises(DeclarationError, match="speaks of chunk 300000000, and has 2 pieces of work in all"):
+        from_csv("0,F0.300000000 B0", "sheet")
