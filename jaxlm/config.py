@@ -315,7 +315,8 @@ def _check(config: Config) -> None:
         )
     if config.optimizer.warmup_steps > train.steps:
         raise DeclarationError(
-            f"config.optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds train.steps = {train.steps}."
+            f"config.optimizer.warmup_steps = {config.optimizer.warmup_steps} exceeds train.steps = {train.steps}; "
+            "shorten the warm-up, or train for longer."
         )
     _check_selection(config.checkpoint)
     if 0 < config.faults.spike_threshold <= 1:

@@ -149,10 +149,13 @@ def build_job(config: Config, num_devices: int, machine: Machine | None = None) 
     table = read_table(config.pipeline, sizes["pipe"], config.model.num_layers)
     pieces = config.train.gradient_accumulation * (1 if table is None else table.num_microbatches)
     if config.train.global_batch_size % pieces:
+        rows = config.train.global_batch_size
+        near = ", ".join(str(n) for n in sorted({max(rows // pieces, 1) * pieces, (rows // pieces + 1) * pieces}))
+        numbers = [n for n in range(1, rows + 1) if rows % (n * config.train.gradient_accumulation) == 0]
         raise DeclarationError(
-            f"config.train.global_batch_size = {config.train.global_batch_size} is not a multiple of {pieces}: "
-            f"gradient_accumulation = {config.train.gradient_accumulation} times {table.num_microbatches} microbatches of the "
-            "pipeline (config.pipeline.num_microbatches).")
+            f"config.train.global_batch_size = {rows} is not a multiple of {pieces}: gradient_accumulation = "
+            f"{config.train.gradient_accumulation} times {table.num_microbatches} microbatches of the pipeline. Batch sizes that "
+            f"are: {near}. For this batch config.pipeline.num_microbatches may be {', '.join(map(str, numbers[:12]))}.")
     microbatch = config.train.global_batch_size // pieces
     activations = model.activations(microbatch, config.data.sequence_length)
     layout = resolve(sizes, config.sharding, model.specs, optimizer.specs, activations, PADDABLE, _keys(config, pieces))

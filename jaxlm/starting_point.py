@@ -173,7 +173,11 @@ def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> str:
         found = reader.check(point.saved_step, saved, point.selection)
     except DeclarationError as error:
         keys = model_differences(load_saved_config(point.run), job.config)
-        raise DeclarationError(str(error) + "".join(f"\n{line}" for line in keys)) from None
+        hint = ""
+        if not point.seen:                     # another run's: a part of it may be what is wanted
+            hint = ("\nTo take a part of it: config.checkpoint.restore=params (no optimizer), reset=optimizer (a new one, at its "
+                    "step), or include=PATHS (some parameters).")
+        raise DeclarationError(str(error) + "".join(f"\n{line}" for line in keys) + hint) from None
     anew = f" but for {', '.join(point.reset)}" if point.reset else ""
     words = f"{point.words} ({len(found)} arrays: {f'the whole state{anew}' if point.whole else 'parameters alone'})"
     others = [path.removeprefix("params/") for path in flatten(saved) if path not in found]

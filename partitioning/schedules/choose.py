@@ -7,6 +7,7 @@
 A function takes `num_stages` and `num_microbatches`, and `num_chunks` and `latency` if it knows what to do with them.
 """
 
+import dataclasses
 import importlib.util
 import inspect
 import pathlib
@@ -47,6 +48,7 @@ def make(schedule: str | Callable[..., Table], num_stages: int, num_microbatches
         function = _function(schedule) if isinstance(schedule, str) else schedule
         table = _call(schedule, function, num_stages, num_microbatches, num_chunks=num_chunks, latency=latency)
     check(table)
+    table = _frozen(table)
     for key, wanted, found in (("mesh.pipe", num_stages, table.num_stages),
                                ("pipeline.num_microbatches", num_microbatches, table.num_microbatches),
                                ("pipeline.chunks_per_stage", num_chunks, table.num_chunks)):
@@ -56,6 +58,13 @@ def make(schedule: str | Callable[..., Table], num_stages: int, num_microbatches
     if latency not in (None, table.latency):
         raise DeclarationError(f"the schedule {table.name} has latency {table.latency}; asked for was {latency}.")
     return table
+
+
+def _frozen(table: Table) -> Table:
+    """The table with tuples where a function may have left lists, which are easier to fill."""
+    ticks = tuple(tuple(map(tuple, stages)) for stages in table.ticks)
+    placement, live = tuple(map(tuple, table.placement)), None if table.live is None else tuple(table.live)
+    return dataclasses.replace(table, placement=placement, ticks=ticks, live=live)
 
 
 def _call(schedule: str | Callable[..., Table], function: Callable[..., Table], *sizes: int, **options: int | None) -> Table:

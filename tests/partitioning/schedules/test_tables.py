@@ -201,3 +201,11 @@ def test_a_table_made_of_other_things_is_refused(change, words):
 def test_a_sheet_that_speaks_of_a_chunk_far_away_is_refused_before_any_is_made():
     with pytest.raises(DeclarationError, match="speaks of chunk 300000000, and has 2 pieces of work in all"):
         from_csv("0,F0.300000000 B0", "sheet")
+
+
+def test_the_documented_function_is_a_schedule(tmp_path):
+    """docs/pipelines.md's own."""
+    text = (pathlib.Path(__file__).parents[3] / "docs" / "pipelines.md").read_text("utf-8")
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", text, re.S)[1])
+    table, known = (make(schedule, 4, 6) for schedule in (f"{tmp_path / 'mine.py'}:all_then_back", "gpipe"))
+    assert measure(table) == measure(known) and hash(table)
