@@ -185,7 +185,7 @@ class Launcher:
         """Signals every process and what it has started itself (the command may be a shell). Whether there was one."""
         found = False
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):        # macOS says the latter of one that has ended
                 os.killpg(process.pid, number)           # each leads a group of its own
                 found = True
         return found
