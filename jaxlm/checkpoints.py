@@ -30,6 +30,7 @@ import jax
 from jaxlm import manifest
 from jaxlm.config import CheckpointConfig
 from jaxlm.errors import RunError
+from jaxlm.peers import is_of_a_lost_peer
 from partitioning.declaration import DeclarationError
 from partitioning.overrides import whole_or_tail
 from partitioning.paths import flatten, join, unflatten
@@ -245,6 +246,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - damage comes out of the libraries as any kind of exception
+            if jax.process_count() > 1 and is_of_a_lost_peer(error):
+                raise                          # the checkpoint is whole: `Peers.ending_is_told` has the words for this
             reason = str(error).partition(" [tensorstore_spec")[0]
             raise RunError(
                 f"{self.directory / str(step)} cannot be read: {reason}. Nothing was changed. To go on from an older "

@@ -33,6 +33,11 @@ GRACE = 2.0                                    # seconds in which a process may 
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "socket closed", "broken pipe", "unavailable", "barrier")
 
 
+def is_of_a_lost_peer(error: BaseException) -> bool:
+    """Whether an error means that another process is gone. JAX raises JaxRuntimeError or ValueError, as it falls out."""
+    return last_words(error) is None and any(word in str(error).lower() for word in _LOST)
+
+
 class Peers:
     """The processes of a job as one of them sees them. A context manager around all that they do together.
 
@@ -91,7 +96,7 @@ class Peers:
         except (Stopped, RollBack):            # all do alike
             raise
         except BaseException as error:
-            if self._lost(error):
+            if is_of_a_lost_peer(error):
                 self._leave(error)
             self._tell(error)
             raise
@@ -111,10 +116,6 @@ class Peers:
         self._done.set()
         self._thread.join()
 
-    def _lost(self, error: BaseException) -> bool:
-        """Whether an error means that another process is gone. JAX raises JaxRuntimeError or ValueError, as it falls out."""
-        return last_words(error) is None and any(word in str(error).lower() for word in _LOST)
-
     def _tell(self, error: BaseException) -> None:
         if not self._ending.is_set():
             self._ending.set()
@@ -123,7 +124,7 @@ class Peers:
 
     def _leave(self, error: BaseException) -> None:
         """Ends this process now, with the reason. JAX's own way out would wait for those that are gone."""
-        if self._lost(error):
+        if is_of_a_lost_peer(error):
             self._end_as_another_says()
             error = RunError(f"process {self.index} lost the connection to another process, which has probably died: "
                              f"{str(error).strip().partition(chr(10))[0][:200]}")

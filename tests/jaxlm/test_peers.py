@@ -11,6 +11,8 @@ import time
 import pytest
 
 from jaxlm import peers as module
+from jaxlm.checkpoints import Checkpoints
+from jaxlm.config import CheckpointConfig
 from jaxlm.errors import RunError
 from jaxlm.peers import Peers
 from jaxlm.signals import StopFlag
@@ -195,3 +197,12 @@ with peers.Peers(store, 1, 2) as us:
     assert "Traceback" not in text and "more" not in text
     end = json.dumps({"process": 0, "status": 3, "words": "interrupted"})
     assert end_of(code, **{"jaxlm/end": end}) == (3, "process 1 stops because process 0 has ended: interrupted\n")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_peer_that_is_lost_while_a_checkpoint_is_read_is_not_damage(count, tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    monkeypatch.setattr("jax.process_count", lambda: count)
+    with pytest.raises(Exception, match="Gloo") as found, checkpoints._reading(30):
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+    assert isinstance(found.value, RunError) == (count == 1)
