@@ -1,27 +1,27 @@
 """Tokenizers: text to ids and back.
 
-Two kinds. `bytes`: ids 0 to 255 are the bytes of UTF-8, 256 is the end of a document; nothing to train, nothing to download,
-and a loss per token is a loss per byte. Or a Hugging Face `tokenizer.json`, read by the `tokenizers` library.
+Three kinds. `bytes`: ids 0 to 255 are the bytes of UTF-8, 256 is the end of a document; nothing to train, nothing to download,
+and a loss per token is a loss per byte. What the `tokenizers` library runs: a Hugging Face `tokenizer.json`, GPT-2's two files, a
+tiktoken rank file (`tokenizer_files` reads those). And SentencePiece models, which need the package of that name.
 
 Text comes out of a language model id by id, while a character may take several ids: `Tokenizer.stream()` gives a decoder that
 holds back what is incomplete.
 """
 
+import bisect
 import codecs
 import dataclasses
+import functools
 import hashlib
-import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from partitioning.declaration import DeclarationError
+from partitioning.declaration import DeclarationError, nearest
 
-# Names under which tokenizers know the end of a document, the usual ones of base models first.
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "<|eot_id|>", "<end_of_turn>",
-              "<｜end▁of▁sentence｜>", "[EOS]")
 END_OF_BYTES = 256
+PIECE = 1 << 18                                # bytes of a document that are tokenized at once
 REPLACEMENT = "\ufffd"
 
 
@@ -30,17 +30,23 @@ class Tokenizer:
     """What every tokenizer says of itself.
 
     Attributes:
-      kind: 'bytes' or 'huggingface'.
+      kind: 'bytes', 'huggingface' or 'sentencepiece'.
       name: as it was asked for.
       vocab_size: one more than the largest id.
       eos_id: id that ends a document, if it has one.
       sha256: hash of what defines it, to tell whether a checkpoint's tokenizer is this one.
+      bos_id: id that begins a document, if it has one.
+      special: the special tokens, spelling to id.
+      chat_template: the Jinja template that turns messages into text, if it brought one.
     """
     kind: str
     name: str
     vocab_size: int
     eos_id: int | None
     sha256: str
+    bos_id: int | None = None
+    special: dict[str, int] = dataclasses.field(default_factory=dict, repr=False, hash=False)
+    chat_template: str | None = dataclasses.field(default=None, repr=False)
 
     def encode(self, text: str) -> np.ndarray:
         """int32 ids of a text, without any special tokens added."""
@@ -58,10 +64,30 @@ class Tokenizer:
         """A decoder that takes one id at a time."""
         raise NotImplementedError
 
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """int32 ids [T] of a text, and the place in it, in characters, at which each of them begins: int64 [T]."""
+        raise NotImplementedError
+
     @property
     def dtype(self) -> np.dtype:
         """The dtype of stored ids."""
         return np.dtype(np.uint16 if self.vocab_size <= 2 ** 16 else np.uint32)
+
+    def with_ends(self, bos: str | None, eos: str | None) -> "Tokenizer":
+        """This tokenizer with other tokens, of these spellings, for the beginning and the end of documents (None: its own).
+
+        Raises:
+          DeclarationError: it has no such special token.
+        """
+        changes = {}
+        for field, key, token in (("bos_id", "bos_token", bos), ("eos_id", "eos_token", eos)):
+            if token is None:
+                continue
+            if token not in self.special:
+                raise DeclarationError(f"config.data.{key} = {token!r} is no special token of {self.name!r}; "
+                                       f"{nearest(token, self.special, 'token') if self.special else 'it has none.'}")
+            changes[field] = self.special[token]
+        return dataclasses.replace(self, **changes) if changes else self
 
 
 class StreamDecoder:
@@ -83,6 +109,10 @@ class ByteTokenizer(Tokenizer):
     def encode_documents(self, documents):
         return [np.frombuffer(document, np.uint8).astype(self.dtype) for document in documents]
 
+    def encode_with_offsets(self, text):
+        sizes = [len(character.encode("utf-8", "replace")) for character in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), sizes)
+
     def decode(self, ids):
         return bytes(i for i in map(int, ids) if i < END_OF_BYTES).decode("utf-8", "replace")
 
@@ -101,34 +131,112 @@ class ByteStream(StreamDecoder):
         return self._decoder.decode(b"", final=True)
 
 
+def pieces_of(text: str, encode: Any, size: int = PIECE) -> Iterator[str]:
+    """Cuts a long text where its tokens do not change, so that its parts can be tokenized beside each other, in bounded memory.
+
+    A cut comes before a line break or a space that follows a letter, and only where the tokens around it, taken together, are
+    those of its two sides; where no such place is found, the text stays in one piece.
+
+    Args:
+      encode: texts -> their ids, each a list.
+      size: characters of a piece, about.
+    """
+    start, around = 0, 200
+    while len(text) - start > 2 * size:
+        cut, place = None, start + size
+        for _ in range(20):
+            found = [at for mark in "\n " if (at := text.find(mark, place, place + size // 2)) > 0]
+            if not found:
+                break
+            at = min(found)
+            place = at + 1
+            if text[at - 1].isalpha() and text[at + 1:at + 2].isalpha():
+                left, right, both = encode([text[max(start, at - around):at], text[at:at + around],
+                                            text[max(start, at - around):at + around]])
+                if left + right == both:
+                    cut = at
+                    break
+        if cut is None:
+            break
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`."""
-    model: Any = dataclasses.field(repr=False, compare=False)          # tokenizers.Tokenizer
+    """What the `tokenizers` library runs."""
+    model: Any = dataclasses.field(default=None, repr=False, compare=False)          # tokenizers.Tokenizer
 
     def encode_documents(self, documents):
         out = []
-        for start in range(0, len(documents), 1024):                   # bounds the library's memory; it uses all cores within
-            texts = [document.decode("utf-8") for document in documents[start:start + 1024]]
-            encodings = self.model.encode_batch_fast(texts, add_special_tokens=False)
-            out += [np.asarray(encoding.ids, self.dtype) for encoding in encodings]
+        for some in _groups(documents):                                # bounds the library's memory; it uses all cores within
+            cut = [list(pieces_of(document.decode("utf-8"), self._ids)) for document in some]
+            ids = iter(self._arrays([piece for pieces in cut for piece in pieces]))
+            for pieces in cut:
+                arrays = [next(ids) for _ in pieces]
+                out.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
         return out
+
+    def _ids(self, texts):
+        return [encoding.ids for encoding in self.model.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _arrays(self, texts):
+        return [np.array(encoding.ids, self.dtype) for encoding in self.model.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_with_offsets(self, text):
+        encoding = self.model.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array([begin for begin, _ in encoding.offsets], np.int64).reshape(-1)
 
     def decode(self, ids):
         return self.model.decode([int(i) for i in ids if i < self.vocab_size], skip_special_tokens=True)
 
     def stream(self):
-        return HuggingFaceStream(self)
+        return TextStream(self)
 
 
-class HuggingFaceStream(StreamDecoder):
+def _groups(documents: Sequence[bytes], count: int = 1024, size: int = 1 << 24) -> Iterator[list[bytes]]:
+    """Runs of documents, of at most `count` and about `size` bytes."""
+    ends = np.cumsum([len(document) for document in documents]).tolist()
+    start = 0
+    while start < len(documents):
+        before = ends[start - 1] if start else 0
+        stop = min(start + count, max(start + 1, bisect.bisect_right(ends, before + size)))
+        yield list(documents[start:stop])
+        start = stop
+
+
+@dataclasses.dataclass(frozen=True)
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model."""
+    model: Any = dataclasses.field(default=None, repr=False, compare=False)          # sentencepiece.SentencePieceProcessor
+
+    def encode_documents(self, documents):
+        return [np.array(ids, self.dtype) for ids in self.model.encode([d.decode("utf-8") for d in documents], out_type=int)]
+
+    def encode_with_offsets(self, text):
+        pieces = self.model.encode(text, out_type="immutable_proto").pieces
+        return np.array([p.id for p in pieces], np.int32), np.array([p.begin for p in pieces], np.int64)
+
+    def decode(self, ids):
+        return self.model.decode([i for i in map(int, ids) if i < self.vocab_size and i not in self._silent])
+
+    @functools.cached_property
+    def _silent(self):
+        return frozenset(self.special.values())
+
+    def stream(self):
+        return TextStream(self)
+
+
+class TextStream(StreamDecoder):
     """Decodes the ids since the last but one complete character again and gives what is new.
 
     Some decoders treat the first id of a text differently (they drop its space), so the window always starts with ids whose
     text is out already.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         self._decode = tokenizer.decode
         self._ids: list[int] = []
         self._given = 0                                                # leading ids whose text is out
@@ -148,28 +256,12 @@ class HuggingFaceStream(StreamDecoder):
 
 
 def load_tokenizer(name: str, key: str = "config.data.tokenizer") -> Tokenizer:
-    """The tokenizer of a configuration: 'bytes', or the path of a tokenizer.json (or of the folder that holds one).
+    """The tokenizer of a configuration: 'bytes', or a file or folder as `tokenizer_files.read` knows it.
 
     Raises:
       DeclarationError: there is no such file, or it is no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer("bytes", name, END_OF_BYTES + 1, END_OF_BYTES, hashlib.sha256(b"bytes").hexdigest())
-    path = pathlib.Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DeclarationError(f"{key} = {name!r} is neither 'bytes' nor a tokenizer.json that can be read: {path}: "
-                               f"{error.strerror}. Names of a model hub are not looked up; give the path of the file.") from None
-    import tokenizers                                                  # a tenth of a second, of use only here
-    try:
-        model = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:                                         # the library raises plain Exception
-        raise DeclarationError(f"{key} = {name!r}: {path} is no Hugging Face tokenizer.json: {error}.") from None
-    model.no_truncation()                                              # a file may carry both, and they would cut the corpus
-    model.no_padding()
-    special = {token.content: i for i, token in model.get_added_tokens_decoder().items() if token.special}
-    eos_id = next((special[end] for end in END_TOKENS if end in special), None)
-    vocab_size = 1 + max(model.get_vocab(with_added_tokens=True).values(), default=-1)
-    return HuggingFaceTokenizer("huggingface", name, vocab_size, eos_id, hashlib.sha256(content).hexdigest(), model)
+    from jaxlm.data import tokenizer_files
+    return tokenizer_files.read(name, key)

@@ -1,5 +1,6 @@
 """Text to ids and back, whole and id by id."""
 
+import base64
 import json
 import pathlib
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from jaxlm.data.tokenizer import load_tokenizer
 from partitioning.declaration import DeclarationError
 
-SMOLLM2 = pathlib.Path(__file__).parents[4] / "shared" / "data" / "smollm2_tokenizer.json"
+SHARED = pathlib.Path(__file__).parents[4] / "shared" / "data"
+SMOLLM2 = SHARED / "smollm2_tokenizer.json"
 TEXT = "Naïve café — 日本語 🙂👩‍🚀 end.\n"
 
 
@@ -133,5 +135,93 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, content, words):
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="needs ../shared/data/smollm2_tokenizer.json")
 def test_a_published_tokenizer_reads_as_published():
     tokenizer = load_tokenizer(str(SMOLLM2))
-    assert tokenizer.vocab_size == 49_152 and tokenizer.eos_id == 0 and tokenizer.dtype == np.uint16
+    assert tokenizer.vocab_size == 49_152 and tokenizer.dtype == np.uint16
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2), "as the configuration beside it says"
+    assert tokenizer.chat_template.startswith("{% for message in messages %}")
+    assert tokenizer.with_ends(None, "<|endoftext|>").eos_id == 0
     assert "".join(streamed(tokenizer, tokenizer.encode(TEXT))) == TEXT
+
+
+GPT2 = pytest.mark.skipif(not (SHARED / "gpt2_encoder.json").exists(), reason="needs ../shared/data/gpt2_encoder.json")
+TRICKY = "  \n\n  a's I'LL 12345 ... !!\r\n\t日本語 🙂👩‍🚀 don't <|endoftext|>"
+
+
+@GPT2
+def test_gpt2s_two_files_are_one_tokenizer_whichever_is_named():
+    one, other = (load_tokenizer(str(SHARED / name)) for name in ("gpt2_encoder.json", "gpt2_vocab.bpe"))
+    assert one.sha256 == other.sha256 and (one.vocab_size, one.eos_id) == (50_257, 50_256)
+    assert one.encode("Hello world, hello.").tolist() == [15496, 995, 11, 23748, 13]
+    assert one.encode(TRICKY).tolist()[-1] == 50_256 and one.decode(one.encode(TRICKY)) == TRICKY.removesuffix("<|endoftext|>")
+
+
+@GPT2
+def test_ranks_give_the_tokens_of_the_merges_that_they_were_made_from(tmp_path):
+    from jaxlm.data.tokenizer_files import _printable_bytes
+    byte_of = {character: byte for byte, character in _printable_bytes().items()}
+    words = {word: i for word, i in json.loads((SHARED / "gpt2_encoder.json").read_text()).items() if i != 50_256}
+    lines = [base64.b64encode(bytes(byte_of[c] for c in word)).decode() + f" {i}" for word, i in words.items()]
+    (tmp_path / "r50k_base.tiktoken").write_text("\n".join(lines) + "\n")
+    ranks, merges = load_tokenizer(str(tmp_path)), load_tokenizer(str(SHARED / "gpt2_encoder.json"))
+    text = TRICKY + (SHARED / "austen.txt").read_text()[:200_000]
+    assert ranks.encode(text).tolist() == merges.encode(text).tolist() and ranks.eos_id == 50_256
+    (tmp_path / "r50k_base.tiktoken").rename(tmp_path / "mine.tiktoken")
+    with pytest.raises(DeclarationError, match="how text is split into words; its name does"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "gpt2.tiktoken").write_text("aGVsbG8= 1\nhello world\n")
+    with pytest.raises(DeclarationError, match="gpt2.tiktoken:2 is no token in base64"):
+        load_tokenizer(str(tmp_path / "gpt2.tiktoken"))
+
+
+@GPT2
+def test_a_long_document_is_cut_where_its_tokens_stay_the_same():
+    from jaxlm.data.tokenizer import pieces_of
+    tokenizer = load_tokenizer(str(SHARED / "gpt2_encoder.json"))
+    text = (SHARED / "austen.txt").read_text()[:300_000]
+    pieces = list(pieces_of(text, tokenizer._ids, 10_000))
+    assert "".join(pieces) == text and len(pieces) > 20
+    ids = [i for piece in pieces for i in tokenizer._ids([piece])[0]]
+    assert ids == tokenizer.model.encode(text, add_special_tokens=False).ids
+    assert list(pieces_of("x" * 10_000, tokenizer._ids, 100)) == ["x" * 10_000], "no place, no cut"
+
+
+def test_a_sentencepiece_model_reads_as_its_own_library_does(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text.txt").write_text((TEXT + "a few words more\n") * 50, "utf-8")
+    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "tokenizer"),
+                                             vocab_size=280, byte_fallback=True, minloglevel=2)
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    assert (tokenizer.kind, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == ("sentencepiece", 1, 2, 280)
+    ids = tokenizer.encode(TEXT.strip())
+    assert ids.tolist() == tokenizer.model.encode(TEXT.strip()) and "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+    assert tokenizer.decode([*tokenizer.encode("a few"), 2]) == "a few"
+    ids, begins = tokenizer.encode_with_offsets("a few words")
+    assert len(ids) == len(begins) and begins[0] == 0 and (np.diff(begins) >= 0).all()
+
+
+def test_a_format_whose_package_is_missing_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(DeclarationError, match="pip install 'jaxlm\\[data\\]'"):
+        load_tokenizer(str(tmp_path / "tokenizer.model"))
+
+
+def test_the_configuration_beside_a_tokenizer_names_its_ends_and_its_template(tmp_path, build):
+    path = build(tmp_path / "tokenizer.json", special=("<a>", "<b>", "<|endoftext|>"))
+    assert (load_tokenizer(path).bos_id, load_tokenizer(path).eos_id) == (None, 2)
+    config = {"bos_token": {"content": "<a>"}, "eos_token": "<b>", "chat_template": [{"name": "default", "template": "T"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.chat_template) == (0, 1, "T")
+    (tmp_path / "chat_template.jinja").write_text("own file")
+    assert load_tokenizer(str(tmp_path)).chat_template == "own file"
+    assert tokenizer.with_ends("<b>", "<a>").bos_id == 1
+    with pytest.raises(DeclarationError, match="config.data.eos_token = '<c>' is no special token"):
+        tokenizer.with_ends(None, "<c>")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DeclarationError, match="tokenizer_config.json, beside the tokenizer, cannot be read"):
+        load_tokenizer(path)
+
+
+def test_ids_come_with_the_place_where_they_begin(tokenizer):
+    ids, begins = tokenizer.encode_with_offsets("aé b")
+    assert len(ids) == len(begins) and begins.tolist() == sorted(begins.tolist()) and begins[0] == 0 and begins[-1] == 3
