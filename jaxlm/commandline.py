@@ -27,6 +27,8 @@ COMMANDS = {
     "jaxlm.evaluate": "loss, perplexity and bits per byte of a checkpoint on a data set",
     "jaxlm.generate": "text from a checkpoint",
     "jaxlm.checkpoint": "list, show, verify, copy or export what a run has saved",
+    "jaxlm.tokenize": "a corpus into a token cache, or a tokenizer from a corpus",
+    "jaxlm.data": "a look at the examples that training would see",
     "jaxlm.explain": "every array's shape, dims, sharding and bytes per device, and why",
 }
 
@@ -43,17 +45,17 @@ def shipped_configs() -> dict[str, pathlib.Path]:
     }
 
 
-def load_config(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+def load_config(source: str | None, overrides: Sequence[tuple[str, str]] = ()) -> Config:
     """Reads a configuration by shipped name or path (.py with `get_config()`, or a run's config.json), with overrides.
 
     Args:
-      source: a shipped name such as 'shakespeare', a Python file, or a JSON file.
+      source: a shipped name such as 'shakespeare', a Python file, or a JSON file; None: the defaults.
       overrides: pairs (dotted key below config, text of the value), applied in order.
 
     Raises:
       DeclarationError: the file is missing or fails, or a key or value is wrong.
     """
-    values, changes = _read_config(source), []
+    values, changes = {} if source is None else _read_config(source), []
     for dotted, text in overrides:
         annotation, inside = annotation_of(Config, dotted)
         if hasattr(annotation, "__dataclass_fields__"):

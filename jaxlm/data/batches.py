@@ -1,8 +1,8 @@
 """Batches in an order that is a pure function of (seed, step).
 
-Row r of step s is example number s B + r of an endless sequence of epochs; each epoch permutes all examples and shifts their
-borders, both from a key of (seed, epoch). A process asks for the rows that it needs, so the global batch is the same for every
-number of processes and every mesh, and a resumed run starts at its step without replay.
+Row r of step s is example number s B + r of a sequence of sources (`mixture`) and of each source's epochs; each epoch permutes all
+examples and shifts their borders, both from a key of (seed, epoch). A process asks for the rows that it needs, so the global batch
+is the same for every number of processes and every mesh, and a resumed run starts at its step without replay.
 
 Grain drives it: a `MapDataset` over steps, whose map assembles a step's rows in one gather, read ahead by Grain's threads.
 Grain's element is the batch rather than the example, which keeps Python's cost per example out of the training loop's way.
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.data.examples import Examples
+from jaxlm.data.mixture import Mixture, alone
 from jaxlm.data.order import key, permute
 
 ENDLESS = 2 ** 48                              # steps
@@ -30,10 +31,11 @@ class Batches:
     """
 
     def __init__(self, assemble: Callable[[int], dict[str, np.ndarray]], *, start: int, stop: int, batch_size: int,
-                 rows: Sequence[int], prefetch: int):
+                 rows: Sequence[int], prefetch: int, workers: int = 1):
         import grain                           # takes a third of a second
         self.batch_size, self.rows = batch_size, np.asarray(rows, np.int64)
-        options = grain.ReadOptions(num_threads=1 if prefetch else 0, prefetch_buffer_size=prefetch)
+        threads = workers if prefetch else 0
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(prefetch, 2 * threads) if threads else 0)
         self._iterator: Any = None
         if stop > start:
             steps = grain.MapDataset.range(start, stop).map(assemble)
@@ -61,35 +63,58 @@ def _check_rows(rows: Sequence[int] | None, batch_size: int) -> np.ndarray:
     return out
 
 
-def train_batches(examples: Examples, *, batch_size: int, seed: int, start_step: int = 0, rows: Sequence[int] | None = None,
-                  prefetch: int = 4) -> Batches:
-    """Batches without end for training.
+def train_batches(examples: Examples | Mixture, *, batch_size: int, seed: int, start_step: int = 0,
+                  rows: Sequence[int] | None = None, prefetch: int = 4, workers: int = 1, epochs: int | None = None) -> Batches:
+    """Batches for training, without end unless `epochs` says one.
 
     Args:
+      examples: of one source, or a mixture that was made for this batch size and seed.
       batch_size: examples per step, over all processes.
       seed: seed of the order.
       start_step: step of the first batch.
       rows: rows of the global batch to read (None: all).
       prefetch: batches read ahead (0: read when asked).
+      workers: threads that read ahead.
+      epochs: passes over the data.
 
     Returns:
-      An iterator of dicts: inputs, targets int32 [n, L], mask bool [n, L], example int32 [n] (the row's number in the batch).
+      An iterator of dicts: inputs, targets int32 [n, L], mask bool [n, L], example int32 [n] (the row's number in the batch), and for
+      packed examples positions, segment_ids int32 [n, L].
     """
     chosen = _check_rows(rows, batch_size)
+    mixture = examples if isinstance(examples, Mixture) else alone(examples, batch_size, seed)
+    first, end, batches = mixture.origin.batch, mixture.end(epochs), mixture.batches(epochs)
 
-    @functools.lru_cache(maxsize=2)
-    def order_of(block: int) -> tuple[np.ndarray, np.ndarray]:
-        numbers = (block * BLOCK + np.arange(BLOCK))[:, None] * batch_size + chosen
-        epochs, positions = np.divmod(numbers.reshape(-1), len(examples))
-        indices = permute(positions, len(examples), key(seed, epochs, "order"))
-        shifts = key(seed, epochs, "shift") % np.uint64(examples.targets)
-        return indices.reshape(numbers.shape), shifts.astype(np.int64).reshape(numbers.shape)
+    @functools.lru_cache(maxsize=2 + workers)
+    def order_of(block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        numbers = (block * BLOCK + np.arange(BLOCK) - first)[:, None] * batch_size + chosen
+        shape, numbers = numbers.shape, numbers.reshape(-1)
+        whose, which = mixture.locate(np.maximum(numbers, 0))
+        indices, shifts = np.empty_like(which), np.empty_like(which)
+        for s, (name, source) in enumerate(zip(mixture.names, mixture.sources)):
+            of = f" {name}" if len(mixture.names) > 1 else ""
+            mine = whose == s
+            epoch, positions = np.divmod(which[mine], len(source))
+            indices[mine] = permute(positions, len(source), key(seed, epoch, "order" + of))
+            shifts[mine] = (key(seed, epoch, "shift" + of) % np.uint64(source.shifts)).astype(np.int64)
+        if end is not None:
+            indices[numbers >= end] = max(len(source) for source in mixture.sources)       # past all: without targets
+        return whose.reshape(shape), indices.reshape(shape), shifts.reshape(shape)
 
     def assemble(step: int) -> dict[str, np.ndarray]:
-        indices, shifts = order_of(step // BLOCK)
-        return {**examples.gather(indices[step % BLOCK], shifts[step % BLOCK]), "example": chosen.astype(np.int32)}
+        whose, indices, shifts = (array[step % BLOCK] for array in order_of(step // BLOCK))
+        if len(mixture.sources) == 1:
+            out = mixture.sources[0].gather(indices, shifts)
+        else:
+            out = {}
+            for s in np.unique(whose):
+                mine = whose == s
+                for name, array in mixture.sources[s].gather(indices[mine], shifts[mine]).items():
+                    out.setdefault(name, np.empty((len(chosen), *array.shape[1:]), array.dtype))[mine] = array
+        return {**out, "example": chosen.astype(np.int32)}
 
-    return Batches(assemble, start=start_step, stop=ENDLESS, batch_size=batch_size, rows=chosen, prefetch=prefetch)
+    return Batches(assemble, start=start_step, stop=ENDLESS if batches is None else batches, batch_size=batch_size, rows=chosen,
+                   prefetch=prefetch, workers=workers)
 
 
 def eval_batches(examples: Examples, *, batch_size: int, rows: Sequence[int] | None = None, limit: int | None = None,

@@ -65,7 +65,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """int32 ids [T] of a text, and the place in it, in characters, at which each of them begins: int64 [T]."""
+        """int32 ids [T] of a text, and the places in it, in characters, where each begins and ends: int64 [T, 2]."""
         raise NotImplementedError
 
     @property
@@ -111,7 +111,8 @@ class ByteTokenizer(Tokenizer):
 
     def encode_with_offsets(self, text):
         sizes = [len(character.encode("utf-8", "replace")) for character in text]
-        return self.encode(text), np.repeat(np.arange(len(text)), sizes)
+        begins = np.repeat(np.arange(len(text)), sizes)
+        return self.encode(text), np.stack([begins, begins + 1], axis=1)
 
     def decode(self, ids):
         return bytes(i for i in map(int, ids) if i < END_OF_BYTES).decode("utf-8", "replace")
@@ -186,7 +187,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_with_offsets(self, text):
         encoding = self.model.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, np.int32), np.array([begin for begin, _ in encoding.offsets], np.int64).reshape(-1)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids):
         return self.model.decode([int(i) for i in ids if i < self.vocab_size], skip_special_tokens=True)
@@ -215,8 +216,8 @@ class SentencePieceTokenizer(Tokenizer):
         return [np.array(ids, self.dtype) for ids in self.model.encode([d.decode("utf-8") for d in documents], out_type=int)]
 
     def encode_with_offsets(self, text):
-        pieces = self.model.encode(text, out_type="immutable_proto").pieces
-        return np.array([p.id for p in pieces], np.int32), np.array([p.begin for p in pieces], np.int64)
+        pieces = self.model.encode(text, out_type="proto").pieces
+        return np.array([p.id for p in pieces], np.int32), np.array([(p.begin, p.end) for p in pieces], np.int64).reshape(-1, 2)
 
     def decode(self, ids):
         return self.model.decode([i for i in map(int, ids) if i < self.vocab_size and i not in self._silent])

@@ -130,7 +130,7 @@ def test_the_facts_are_plain_and_tell_what_was_found(tmp_path):
     assert facts == {"documents": 2, "skipped_records": 1, "blank_documents": 1, "train_bytes": 9, "train_tokens": 10,
                      "train_examples": 3, "eval_bytes": 3, "eval_tokens": 3, "eval_examples": 1, "tokenizer": "bytes"}
     text = "\n".join(data.lines())
-    assert "9 bytes = 10 tokens = 3 examples" in text and "1 bad JSONL records were skipped" in text
+    assert "9 bytes = 10 tokens = 3 examples" in text and "1 bad records were skipped" in text
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_numbers():

@@ -194,8 +194,8 @@ def test_a_sentencepiece_model_reads_as_its_own_library_does(tmp_path):
     ids = tokenizer.encode(TEXT.strip())
     assert ids.tolist() == tokenizer.model.encode(TEXT.strip()) and "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
     assert tokenizer.decode([*tokenizer.encode("a few"), 2]) == "a few"
-    ids, begins = tokenizer.encode_with_offsets("a few words")
-    assert len(ids) == len(begins) and begins[0] == 0 and (np.diff(begins) >= 0).all()
+    ids, places = tokenizer.encode_with_offsets("a few words")
+    assert len(ids) == len(places) and places[0, 0] == 0 and places[-1, 1] == 11
 
 
 def test_a_format_whose_package_is_missing_names_the_extra(tmp_path, monkeypatch):
@@ -222,6 +222,7 @@ def test_the_configuration_beside_a_tokenizer_names_its_ends_and_its_template(tm
         load_tokenizer(path)
 
 
-def test_ids_come_with_the_place_where_they_begin(tokenizer):
-    ids, begins = tokenizer.encode_with_offsets("aé b")
-    assert len(ids) == len(begins) and begins.tolist() == sorted(begins.tolist()) and begins[0] == 0 and begins[-1] == 3
+def test_ids_come_with_the_places_where_they_begin_and_end(tokenizer):
+    ids, places = tokenizer.encode_with_offsets("aé b")
+    assert places.shape == (len(ids), 2) and places[0].tolist() == [0, 1] and places[-1].tolist() == [3, 4]
+    assert tokenizer.encode_with_offsets("")[1].shape == (0, 2)

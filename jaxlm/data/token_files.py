@@ -1,0 +1,104 @@
+"""Tokens that are on disk already, mapped into memory.
+
+    NAME.bin              ids one after the other, uint16 or uint32, little-endian; which one: config.data.token_dtype
+    NAME.bin, a header    256 int32 first: 20240520 (uint16) or 20240801 (uint32), 1, the count of tokens, as llm.c writes it
+    NAME.bin + NAME.idx   Megatron's indexed data set: the index says the dtype and where documents end
+
+A flat file does not say where documents end; that is found from the tokenizer's end token where it is needed.
+"""
+
+import hashlib
+import pathlib
+import struct
+from typing import Any
+
+import numpy as np
+
+from jaxlm.data.streams import Stream
+from partitioning.declaration import DeclarationError
+
+HEADER = 256 * 4
+MAGIC = {20240520: np.uint16, 20240801: np.uint32}
+MEGATRON = b"MMIDIDX\x00\x00"
+MEGATRON_DTYPES = {1: np.uint8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+def mapped(path: pathlib.Path, dtype: Any, offset: int = 0, count: int | None = None) -> np.ndarray:
+    """An array [count] that is a map of a file; an empty file gives an empty array."""
+    if count == 0 or path.stat().st_size <= offset:
+        return np.zeros(0, dtype)
+    return np.asarray(np.memmap(path, dtype, "r", offset, None if count is None else (count,)))
+
+
+def read_bin(path: pathlib.Path, *, dtype: str, vocab_size: int, limit: int) -> Stream:
+    """The stream of a .bin file.
+
+    Args:
+      dtype: of a file that does not say it: 'uint16', 'uint32', or 'auto', the smaller that holds the tokenizer's ids.
+      vocab_size: the tokenizer's.
+      limit: ids that the model knows.
+
+    Raises:
+      DeclarationError: the file is damaged, or not of that dtype.
+    """
+    try:
+        index = path.with_suffix(".idx")
+        if index.is_file():
+            return _megatron(path, index, limit)
+        size = path.stat().st_size
+        with open(path, "rb") as handle:
+            head = handle.read(HEADER)
+    except OSError as error:
+        raise DeclarationError(f"{path} cannot be read: {error.strerror or error}.") from None
+    magic = struct.unpack("<3i", head[:12]) if len(head) == HEADER else (0, 0, 0)
+    offset, count = 0, None
+    if magic[0] in MAGIC and magic[1] == 1:
+        kind, offset, count = np.dtype(MAGIC[magic[0]]), HEADER, magic[2] & 0xFFFFFFFF
+        if size != HEADER + count * kind.itemsize:
+            raise DeclarationError(f"{path}: its header says {count:,} tokens of {kind.itemsize} bytes, but {size - HEADER:,} bytes "
+                                   "follow; it is cut off or damaged.")
+    else:
+        name = dtype if dtype != "auto" else "uint16" if vocab_size <= 2 ** 16 else "uint32"
+        kind = np.dtype(name)
+        if size % kind.itemsize:
+            raise DeclarationError(f"{path} has {size:,} bytes, which is no whole number of {name} ids; it is cut off, or "
+                                   "config.data.token_dtype is wrong.")
+    tokens = mapped(path, kind.newbyteorder("<"), offset, count)
+    return Stream((tokens,), fingerprint=fingerprint(path, tokens), limit=limit)
+
+
+def fingerprint(path: pathlib.Path, tokens: np.ndarray) -> str:
+    """Of a file that may be too large to read whole: its length and 64 stretches of it."""
+    digest = hashlib.sha256(str(tokens.nbytes).encode())
+    for place in np.linspace(0, max(len(tokens) - 2048, 0), 64).astype(int).tolist():
+        digest.update(np.ascontiguousarray(tokens[place:place + 2048]))
+    return digest.hexdigest()
+
+
+def _megatron(path: pathlib.Path, index: pathlib.Path, limit: int) -> Stream:
+    head = index.read_bytes()[:34]
+    if head[:9] != MEGATRON or len(head) < 34:
+        raise DeclarationError(f"{index}, beside {path.name}, is no index of Megatron's; rename it if it belongs to something else.")
+    version, code, sequences, documents = struct.unpack("<QBQQ", head[9:34])
+    if version != 1 or code not in MEGATRON_DTYPES:
+        raise DeclarationError(f"{index} has version {version} and dtype code {code}; expected version 1 and integers.")
+    kind = np.dtype(MEGATRON_DTYPES[code])
+    need = 34 + 12 * sequences + 8 * documents
+    if index.stat().st_size < need:
+        raise DeclarationError(f"{index} has {index.stat().st_size:,} bytes; {sequences:,} sequences and {documents:,} documents "
+                               f"need {need:,}. It is cut off.")
+    sizes = mapped(index, "<i4", 34, sequences)
+    pointers = mapped(index, "<i8", 34 + 4 * sequences, sequences)
+    first = mapped(index, "<i8", 34 + 12 * sequences, documents)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    if sequences and not np.array_equal(pointers, (ends - sizes) * kind.itemsize):
+        raise DeclarationError(f"{index}: its sequences do not lie one after the other in {path.name}; write the data set anew.")
+    total = int(ends[-1]) if sequences else 0
+    if path.stat().st_size != total * kind.itemsize:
+        raise DeclarationError(f"{path} has {path.stat().st_size:,} bytes, but {index.name} says {total * kind.itemsize:,}.")
+    borders = first[(first > 0) & (first <= sequences)]
+    document_ends = np.unique(ends[borders - 1]) if len(borders) else np.zeros(0, np.int64)
+    if total and (not len(document_ends) or document_ends[-1] != total):
+        document_ends = np.append(document_ends, total)
+    tokens = mapped(path, kind.newbyteorder("<"), 0, total)
+    return Stream((tokens,), document_ends, fingerprint=fingerprint(path, tokens), limit=limit)

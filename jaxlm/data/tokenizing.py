@@ -1,0 +1,268 @@
+"""A corpus into a token cache: in parts, several at a time, each of them durable when it is done.
+
+The corpus is cut into parts (stretches of a .jsonl file, whole files otherwise) that do not depend on the number of workers; a worker
+writes a part's arrays beside the others, then its counts, and renames those into place. What was killed finds the parts that
+are done and makes the others. In the end the parts are put one after the other, and the manifest is written last.
+"""
+
+import collections
+import concurrent.futures
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxlm.config import DataConfig, to_dict
+from jaxlm.data.encoder import Encoder, make_encoder
+from jaxlm.data.files import CACHE, File, find_files
+from jaxlm.data.sources import Counts, documents_of
+from jaxlm.data.token_cache import ARRAYS, FORMAT, checksums, crc_of, read_manifest
+from partitioning.declaration import DeclarationError
+
+PART = 8 << 20                                 # bytes of a .jsonl file in a part
+GROUP = 2 << 20                                # bytes of text that are encoded together
+_encoder: Encoder | None = None                # in a worker: what it encodes with
+
+
+def make_cache(config: DataConfig, out: pathlib.Path, *, workers: int, progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """Tokenizes config.train into the cache `out`, going on where an earlier call was stopped.
+
+    Args:
+      workers: processes.
+      progress: told (bytes of the sources that are done, bytes of all).
+
+    Returns:
+      The manifest.
+
+    Raises:
+      DeclarationError: the text or the tokenizer cannot be used, or `out` holds something else.
+    """
+    encoder = make_encoder(config)
+    plan = _plan(config, encoder)
+    if (out / CACHE).exists():
+        if read_manifest(out)["plan_crc32"] == crc_of(plan):
+            return read_manifest(out)
+        raise DeclarationError(f"{out} holds a token cache of other text, another tokenizer or other options; give another --out.")
+    _start(out, plan)
+    units = plan["units"]
+    done = {i: facts for i in range(len(units)) if (facts := _facts(out, i)) is not None}
+    total, ready = sum(u["bytes"] for u in units), sum(units[i]["bytes"] for i in done)
+    progress(ready, total)
+    waiting = [i for i in range(len(units)) if i not in done]
+    if waiting:
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(waiting)), context, _begin, (config, os.getpid()))
+        with pool:
+            running = {pool.submit(_make_part, str(out), i, units[i], config.on_bad_record): i for i in waiting}
+            try:
+                for future in concurrent.futures.as_completed(running):
+                    i = running[future]
+                    done[i] = future.result()
+                    ready += units[i]["bytes"]
+                    progress(ready, total)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return _finish(out, plan, [done[i] for i in range(len(units))], encoder, config)
+
+
+def _plan(config: DataConfig, encoder: Encoder) -> dict[str, Any]:
+    """What is to be done, in plain values: equal plans make equal caches."""
+    files = find_files(config.train, "config.data.train")
+    tokens = [file.name for file in files if file.holds_tokens]
+    if tokens:
+        raise DeclarationError(f"config.data.train: {tokens[0]} holds tokens already; name files of text.")
+    sources, units = [], []
+    for file in files:
+        size = file.size()
+        changed = 0 if file.remote or file.path.is_dir() else file.path.stat().st_mtime_ns
+        sources.append({"file": file.name, "bytes": size, "changed": changed})
+        cut = file.kind == ".jsonl" and not file.compression and not file.remote
+        for begin in range(0, max(size, 1), PART if cut else max(size, 1)):
+            end = min(begin + PART, size) if cut else size
+            units.append({"source": len(sources) - 1, "bytes": end - begin, "part": [begin, end] if cut else None})
+    return {"sources": sources, "units": units, "tokenizer": encoder.tokenizer.sha256, "on_bad_record": config.on_bad_record,
+            "template": encoder.template.source if encoder.template else None,
+            "options": {**encoder.options, "bos_id": encoder.bos, "eos_id": encoder.eos}}
+
+
+def _start(out: pathlib.Path, plan: dict[str, Any]) -> None:
+    path = out / "plan.json"
+    if path.exists():
+        if json.loads(path.read_text("utf-8")) != json.loads(json.dumps(plan)):
+            raise DeclarationError(f"{out} holds the beginning of a token cache of other text (the sources may have changed since), "
+                                   "another tokenizer or other options; remove it, or give another --out.")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DeclarationError(f"--out={out} is there and holds no token cache; give a folder that is empty or new.")
+    (out / "parts").mkdir(parents=True, exist_ok=True)
+    _write(path, json.dumps(plan, indent=1))
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that it is there whole, and durably, or not at all."""
+    draft = path.with_name(path.name + ".draft")
+    with open(draft, "w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(draft, path)
+
+
+def _facts(out: pathlib.Path, i: int) -> dict[str, Any] | None:
+    path = out / "parts" / f"{i:06d}.json"
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+
+
+def _begin(config: DataConfig, parent: int) -> None:
+    """A worker's first act. It ends when the process that started it does, however that ends."""
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"     # the workers are the parallelism
+    _encoder = make_encoder(config)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _make_part(out: str, i: int, unit: dict[str, Any], on_bad_record: str) -> dict[str, Any]:
+    """Writes part `i` and returns its counts."""
+    stem, encoder = pathlib.Path(out) / "parts" / f"{i:06d}", _encoder
+    plan = json.loads((pathlib.Path(out) / "plan.json").read_text("utf-8"))
+    file = File(plan["sources"][unit["source"]]["file"])
+    names = [name for name in ARRAYS if name != "loss.bin" or encoder.template is not None]
+    counts, totals = Counts(), collections.Counter(tokens=0, bytes=0, documents=0)
+    handles = {name: open(f"{stem}.{name}", "wb") for name in names}
+    documents = documents_of(file, encoder.extract, on_bad_record, counts, tuple(unit["part"]) if unit["part"] else None)
+    for some in groups(documents):
+        encoded = encoder.encode(some)
+        arrays = {"tokens.bin": encoded.tokens, "ends.bin": encoded.ends + totals["tokens"],
+                  "byte_ends.bin": encoded.byte_ends + totals["bytes"], "loss.bin": encoded.loss}
+        for name, handle in handles.items():
+            array = arrays[name]
+            handle.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
+        totals.update(tokens=len(encoded.tokens), bytes=int(encoded.byte_ends[-1]), documents=len(some))
+    for handle in handles.values():
+        handle.flush()
+        os.fsync(handle.fileno())
+        handle.close()
+    facts = {**totals, "skipped": counts.skipped, "blank": counts.blank}
+    if not unit["part"] or unit["part"][0] == 0:
+        facts["sha256"] = None if file.kind == "dataset" else _sha256(file)
+    _write(pathlib.Path(f"{stem}.json"), json.dumps(facts))
+    return facts
+
+
+def groups(documents: Iterator[bytes], size: int = GROUP) -> Iterator[list[bytes]]:
+    """Runs of documents of about `size` bytes."""
+    some, held = [], 0
+    for document in documents:
+        some.append(document)
+        held += len(document)
+        if held >= size:
+            yield some
+            some, held = [], 0
+    if some:
+        yield some
+
+
+def _sha256(file: File) -> str:
+    """Of a file as it is stored."""
+    digest = hashlib.sha256()
+    plain = File(file.name) if not file.compression else None
+    with plain.open() if plain is not None or file.remote else open(file.name, "rb") as handle:
+        while piece := handle.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _finish(out: pathlib.Path, plan: dict[str, Any], facts: list[dict[str, Any]], encoder: Encoder, config: DataConfig) -> dict:
+    """Puts the parts one after the other and writes the manifest."""
+    totals = {name: sum(f[name] for f in facts) for name in ("documents", "tokens", "bytes", "skipped", "blank")}
+    if not totals["documents"]:
+        raise DeclarationError(f"config.data.train = {config.train!r} has no text ({totals['skipped']} bad records skipped); name "
+                               f"files that have some, and remove {out}.")
+    alone = totals["documents"] == 1 and encoder.eos is not None and encoder.template is None
+    dtype = encoder.tokenizer.dtype
+    names = [name for name in ARRAYS if name != "loss.bin" or encoder.template is not None]
+    for name in names:
+        before = 0
+        with open(out / name, "wb") as whole:
+            for i, part in enumerate(facts):
+                piece = out / "parts" / f"{i:06d}.{name}"
+                if name in ("ends.bin", "byte_ends.bin"):
+                    array = np.fromfile(piece, "<i8") + before
+                    before += part["tokens" if name == "ends.bin" else "bytes"]
+                    whole.write((array - 1 if alone and name == "ends.bin" else array).tobytes())
+                else:
+                    with open(piece, "rb") as handle:
+                        shutil.copyfileobj(handle, whole, 1 << 22)
+            if alone and name == "tokens.bin":       # a corpus of one document has nothing that an end token would stand between
+                whole.truncate((totals["tokens"] - 1) * dtype.itemsize)
+            whole.flush()
+            os.fsync(whole.fileno())
+    totals["tokens"] -= alone
+    sources = [dict(source) for source in plan["sources"]]
+    for unit, part in zip(plan["units"], facts):
+        source = sources[unit["source"]]
+        source.pop("changed", None)
+        source |= {name: source.get(name, 0) + part[name] for name in ("documents", "tokens", "skipped", "blank")}
+        source["sha256"] = part.get("sha256", source.get("sha256"))
+    tokenizer = encoder.tokenizer
+    manifest = {"format": FORMAT, "dtype": dtype.name, **totals, "sources": sources,
+                "tokenizer": {"name": tokenizer.name, "kind": tokenizer.kind, "sha256": tokenizer.sha256,
+                              "vocab_size": tokenizer.vocab_size},
+                "options": plan["options"], "made_by": {k: v for k, v in to_dict(config).items() if k in ("train", "tokenizer")},
+                "plan_crc32": crc_of(plan), "files": {name: checksums(out / name) for name in names}}
+    manifest = json.loads(json.dumps(manifest))
+    _write(out / CACHE, json.dumps({**manifest, "crc32": crc_of(manifest)}, indent=1) + "\n")
+    shutil.rmtree(out / "parts", ignore_errors=True)
+    (out / "plan.json").unlink(missing_ok=True)
+    return read_manifest(out)
+
+
+def train_bpe(config: DataConfig, vocab_size: int, out: pathlib.Path) -> int:
+    """Trains a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909, on bytes as in GPT-2) on config.train.
+
+    Its only special token is <|endoftext|>. Text is split into words as cl100k_base does it.
+
+    Args:
+      vocab_size: ids, at least the 256 bytes and the special token.
+      out: the folder that gets the tokenizer.json.
+
+    Returns:
+      The number of ids, which is smaller where the corpus is.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    from jaxlm.data.sources import text_extract
+    from jaxlm.data.tokenizer_files import RANKS
+    if vocab_size < 257:
+        raise DeclarationError(f"--vocab_size={vocab_size}; expected at least 257: the bytes and the end token.")
+    files, counts = find_files(config.train, "config.data.train"), Counts()
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(tokenizers.Regex(RANKS["cl100k_base"][0]), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|endoftext|>"], show_progress=sys.stderr.isatty(),
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    texts = (document.decode("utf-8") for file in files
+             for document in documents_of(file, text_extract(config.text_field), config.on_bad_record, counts))
+    model.train_from_iterator(texts, trainer)
+    out.mkdir(parents=True, exist_ok=True)
+    model.save(str(out / "tokenizer.json"))
+    return model.get_vocab_size()
