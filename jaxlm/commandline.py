@@ -212,10 +212,14 @@ def simulate_devices(count: int | None) -> None:
 def skip_cuda_without_gpu(environ: MutableMapping[str, str] = os.environ) -> None:
     """Where JAX's CUDA plugin is installed to compile for GPUs and there is none, keeps JAX from trying to start it, which ends
     in a stack trace before it goes on with the CPU. What the user says in JAX_PLATFORMS stands."""
-    if xla_flags.has_cuda_plugin() and not xla_flags.has_nvidia_gpu() and importlib.util.find_spec("libtpu") is None \
-            and not environ.get("JAX_PLATFORMS"):
+    if (
+        xla_flags.has_cuda_plugin()
+        and not xla_flags.has_nvidia_gpu()
+        and importlib.util.find_spec("libtpu") is None
+        and not environ.get("JAX_PLATFORMS")
+    ):
         environ["JAX_PLATFORMS"] = "cpu"
-        if "jax" in sys.modules:               # it has read the variable already
+        if "jax" in sys.modules:  # it has read the variable already
             sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 

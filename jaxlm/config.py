@@ -91,14 +91,19 @@ class DataConfig:
     chat_template: str | None = leaf(None, "Jinja, or a file of it (None: what came with the tokenizer)")
     sequence_length: int = leaf(256, "tokens per example", at_least=1)
     pack: str = leaf(
-        "split", "split: one stream, cut at every sequence_length; best_fit: whole documents, which do not see each other", choices=PACKS
+        "split",
+        "split: one stream, cut at every sequence_length; best_fit: whole documents, which do not see each other",
+        choices=PACKS,
     )
     seed: int = leaf(0, "seed of the order of examples", at_least=0, at_most=LARGEST_SEED)
-    epochs: int | None = leaf(None, "passes over the data, after which training ends (None: as many as train.steps needs)", at_least=1)
+    epochs: int | None = leaf(
+        None, "passes over the data, after which training ends (None: as many as train.steps needs)", at_least=1
+    )
     temperature: float = leaf(1.0, "mixtures: shares are weights (or, without, sizes) to the power of 1 / temperature", above=0)
     stages: tuple[Any, ...] = leaf((), "mixtures: pairs (step, dict(name=weight)): other weights from after that step on")
     on_change: str = leaf(
-        "refuse", "a resume with other weights, sequence_length or pack: refuse, or continue (docs/data.md says how)",
+        "refuse",
+        "a resume with other weights, sequence_length or pack: refuse, or continue (docs/data.md says how)",
         choices=("refuse", "continue"),
     )
     eval_fraction: float = leaf(0.1, "share of the training text, at its end, held out for evaluation", at_least=0, below=1)
@@ -107,7 +112,9 @@ class DataConfig:
     eos: bool = leaf(True, "put the tokenizer's end token between documents of text")
     bos_token: str | None = leaf(None, "the special token that begins documents (None: the tokenizer's own)")
     eos_token: str | None = leaf(None, "the special token that ends documents (None: the tokenizer's own)")
-    token_dtype: str = leaf("auto", "flat .bin files: width of an id; auto: by the tokenizer's size", choices=("auto", "uint16", "uint32"))
+    token_dtype: str = leaf(
+        "auto", "flat .bin files: width of an id; auto: by the tokenizer's size", choices=("auto", "uint16", "uint32")
+    )
     on_bad_record: str = leaf("fail", "what a record that cannot be read does", choices=("fail", "skip"))
     workers: int = leaf(1, "threads that assemble batches ahead (0: none)", at_least=0)
 

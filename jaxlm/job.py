@@ -105,17 +105,17 @@ class Job:
         """Where the arrays of a batch lie."""
         by_token = self.layout.sharding(self.layout.activation(("batch", "length")))
         by_example = self.layout.sharding(self.layout.activation(("batch",)))
-        return {"inputs": by_token, "targets": by_token, "mask": by_token, "example": by_example}
+        return {**{name: by_token for name in self._by_token()}, "example": by_example}
+
+    def _by_token(self) -> dict[str, Any]:
+        """The arrays of a batch that have a number for each token, and their dtypes."""
+        packed = {"positions": jnp.int32, "segment_ids": jnp.int32} if self.config.data.pack == "best_fit" else {}
+        return {"inputs": jnp.int32, "targets": jnp.int32, "mask": jnp.bool_, **packed}
 
     def abstract_batch(self) -> dict[str, Any]:
         """ShapeDtypeStructs of a training batch."""
         shape = (self.config.train.global_batch_size, self.config.data.sequence_length)
-        forms = {
-            "inputs": (shape, jnp.int32),
-            "targets": (shape, jnp.int32),
-            "mask": (shape, jnp.bool_),
-            "example": (shape[:1], jnp.int32),
-        }
+        forms = {**{name: (shape, dtype) for name, dtype in self._by_token().items()}, "example": (shape[:1], jnp.int32)}
         return {name: jax.ShapeDtypeStruct(*forms[name], sharding=sharding) for name, sharding in self.batch_shardings().items()}
 
 

@@ -63,6 +63,8 @@ def run_loop(
     check_replicas: Callable | None,
     profile: Any,
     stop: StopFlag,
+    shares: Callable[[int], dict[str, float]] = lambda step: {},
+    last: int | None = None,
 ) -> Any:
     """Trains from step `start` to `stop_at` and saves.
 
@@ -71,6 +73,8 @@ def run_loop(
       feed: iterator of batches on devices, with `wait_seconds`.
       about: step -> what is saved beside the arrays.
       evaluate, sample: functions of the parameters: figures for a row, a text; or None.
+      shares: step -> the share of each source in all examples so far, if there are several.
+      last: the step that ends the whole run (None: train.steps).
       check_replicas: raises if copies of the parameters or the optimizer's state differ; or None.
 
     Returns:
@@ -84,6 +88,8 @@ def run_loop(
     config = job.config
     train = config.train
     batch_tokens = train.global_batch_size * config.data.sequence_length
+    has_gaps = config.data.pack != "split" or config.data.content != "text"  # places of a batch that are no targets
+    last = train.steps if last is None else last
     flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
     peak = peak_flops(jax.devices()[0].device_kind, config.precision.compute)
     in_flight = InFlight()
@@ -130,6 +136,8 @@ def run_loop(
                     "step_seconds": seconds,
                     "mfu": tokens_per_second * flops_per_token / (peak * jax.device_count()) if peak else None,
                     "input_wait_seconds": (feed.wait_seconds - waited) / max(steps, 1),
+                    **({"target_share": numbers["targets"] / batch_tokens} if has_gaps else {}),
+                    **{f"share_{name}": share for name, share in shares(step).items()},
                     **faults.row(config.faults, numbers),
                     **({"loss_scale": numbers["loss_scale"]} if "loss_scale" in numbers else {}),
                 }
@@ -148,7 +156,7 @@ def run_loop(
         ends = step == stop_at or reason is not None
         logs = train.log_every > 0 and (step == start + 1 or ends or is_due(step, train.log_every))
         saves = ends or is_due(step, config.checkpoint.every) or is_time(logs)
-        evaluates = evaluate is not None and (step == train.steps or is_due(step, train.eval_every))
+        evaluates = evaluate is not None and (step == last or is_due(step, train.eval_every))
         samples = sample is not None and is_due(step, train.sample_every)
         compares = check_replicas is not None and is_due(step, config.faults.replica_check_every)
         if logs or saves or evaluates or samples or compares:

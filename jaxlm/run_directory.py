@@ -37,7 +37,12 @@ FREE = (
     "faults.max_rollbacks",
     "faults.replica_check_every",
     "model.scan_layers",
+    "data.epochs",
+    "data.on_change",
+    "data.workers",
 )
+# These, too, where config.data.on_change says how the order goes on.
+ORDER = ("data.train", "data.sequence_length", "data.pack", "data.temperature", "data.stages")
 # Of the model's keys, those that a user may change knowingly; any other makes another model.
 CHANGEABLE_MODEL = ("model.dropout", "model.max_positions")
 
@@ -57,8 +62,10 @@ def check_name(workdir: pathlib.Path) -> None:
     takes these characters for a pattern, and would find no part, or another run's."""
     found = sorted(set("[]*?\\") & set(str(workdir.absolute())))
     if found:
-        raise DeclarationError(f"--workdir={workdir}: checkpoints cannot be written below a path with {' '.join(found)} in it "
-                               f"({workdir.absolute()}); give another.")
+        raise DeclarationError(
+            f"--workdir={workdir}: checkpoints cannot be written below a path with {' '.join(found)} in it "
+            f"({workdir.absolute()}); give another."
+        )
 
 
 @contextlib.contextmanager
@@ -147,7 +154,8 @@ def check_resume(workdir: pathlib.Path, old: Config, new: Config, allow_change: 
             + "\n  ".join(model)
             + "\nUse another --workdir, or the model that this run was started with."
         )
-    guarded = [line for line, (key, *_) in zip(lines, changed, strict=True) if key not in FREE and key.split(".")[0] not in FREE]
+    free = FREE + (ORDER if new.data.on_change == "continue" else ())
+    guarded = [line for line, (key, *_) in zip(lines, changed, strict=True) if key not in free and key.split(".")[0] not in free]
     if guarded and not allow_change:
         raise DeclarationError(
             f"{workdir} was started with other values of keys that change the result:\n  "

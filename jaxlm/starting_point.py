@@ -9,6 +9,8 @@ from typing import Any
 
 from jaxlm.checkpoints import Checkpoints, Selection, find_source, saved_steps, set_aside_names
 from jaxlm.config import Config
+from jaxlm.data.continuation import origin_of
+from jaxlm.data.mixture import Origin
 from jaxlm.errors import RunError
 from jaxlm.run_directory import load_saved_config, model_differences
 from jaxlm.train_step import SCALING, initial_counters
@@ -186,7 +188,8 @@ def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> str:
     if not point.whole or allow_change or "data" in point.reset:
         return words
     saved = reader.about(point.saved_step)["data"]
-    changed = [f"{name}: {saved[name]} -> {data.facts[name]}" for name in DATA_FACTS if saved[name] != data.facts[name]]
+    compared = DATA_FACTS[:1] if job.config.data.on_change == "continue" else DATA_FACTS
+    changed = [f"{name}: {saved[name]} -> {data.facts[name]}" for name in compared if saved[name] != data.facts[name]]
     if changed:
         raise DeclarationError(
             f"the training data or the tokenizer is not what {point.run} was trained on up to step {point.saved_step}:\n  "
@@ -194,6 +197,19 @@ def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> str:
             + "\nPut it back, or pass --allow_change to go on with the new data from that position."
         )
     return words
+
+
+def order(point: StartingPoint, data: Any, config: Config) -> tuple[Origin, int, list[str]]:
+    """Where the order of the data is counted from, the first batch to take, and lines to be shown.
+
+    Raises:
+      DeclarationError: the order changes in a way that config.data.on_change refuses.
+    """
+    if not point.whole or "data" in point.reset:
+        return Origin(), 0, []
+    saved = point.reader().about(point.saved_step)["data"]
+    origin, lines = origin_of(saved.get("order"), saved["next_batch"], data, config)
+    return origin, saved["next_batch"], lines
 
 
 def _wanted(point: StartingPoint, job: Any) -> dict[str, Any]:
@@ -222,7 +238,7 @@ def load(point: StartingPoint, job: Any) -> dict[str, Any]:
     if "step" in point.reset:
         new = {**initial, "left_out": point.reader().about(point.saved_step)["data"]["next_batch"]}
         del new["updates"]                     # part of the optimizer's state, whose averages are corrected by their number
-    if "data" in point.reset:                  # step s takes batch s - 1 + left_out
+    if "data" in point.reset:  # step s takes batch s - 1 + left_out
         new["left_out"] = -point.step
     if "optimizer" in point.reset:
         new["updates"] = initial["updates"]

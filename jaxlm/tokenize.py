@@ -14,13 +14,16 @@ from partitioning.declaration import DeclarationError
 
 def main(flags: argparse.Namespace) -> int:
     from jaxlm.data import token_cache, tokenizing
+
     if flags.out is None:
         raise DeclarationError("where to? Pass --out=DIR, a folder that is new or holds the beginning of the same cache.")
     out = pathlib.Path(flags.out)
     if flags.check:
         found = token_cache.damage(out, token_cache.read_manifest(out), whole=True)
         if found:
-            raise DeclarationError(f"{out} is not as its manifest says: {'; '.join(found)}. Make the cache anew, or copy it again.")
+            raise DeclarationError(
+                f"{out} is not as its manifest says: {'; '.join(found)}. Make the cache anew, or copy it again."
+            )
         print(f"{out}: every byte is as it was written")
         return 0
     data = commandline.load_config(flags.config, flags.overrides).data
@@ -35,18 +38,25 @@ def main(flags: argparse.Namespace) -> int:
     begun = time.perf_counter()
     with Progress() as progress:
         manifest = tokenizing.make_cache(data, out, workers=flags.workers, progress=progress)
-    facts = {"cache": str(out), "seconds": round(time.perf_counter() - begun, 2),
-             **{name: manifest[name] for name in ("documents", "tokens", "bytes", "skipped", "blank", "dtype")}}
+    facts = {
+        "cache": str(out),
+        "seconds": round(time.perf_counter() - begun, 2),
+        **{name: manifest[name] for name in ("documents", "tokens", "bytes", "skipped", "blank", "dtype")},
+    }
     if flags.json:
         print(json.dumps(facts))
         return 0
-    print(f"{out}: {facts['documents']:,} documents, {facts['bytes']:,} bytes = {facts['tokens']:,} tokens ({facts['dtype']}), "
-          f"in {facts['seconds']:.1f} s")
+    print(
+        f"{out}: {facts['documents']:,} documents, {facts['bytes']:,} bytes = {facts['tokens']:,} tokens ({facts['dtype']}), "
+        f"in {facts['seconds']:.1f} s"
+    )
     for name, words in (("skipped", "bad records were skipped"), ("blank", "documents without text were left out")):
         if facts[name]:
             print(f"{facts[name]:,} {words}")
-    print(f"train on it with --config.data.train={out}"
-          + (f" --config.data.tokenizer={data.tokenizer}" if data.tokenizer != Config().data.tokenizer else ""))
+    print(
+        f"train on it with --config.data.train={out}"
+        + (f" --config.data.tokenizer={data.tokenizer}" if data.tokenizer != Config().data.tokenizer else "")
+    )
     return 0
 
 
@@ -62,6 +72,7 @@ class Progress:
     def __call__(self, done: int, total: int) -> None:
         if sys.stderr.isatty():
             from tqdm import tqdm
+
             self._bar = self._bar or tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr)
             self._bar.update(done - self._bar.n)
         elif time.monotonic() - self._said > 10:
@@ -74,8 +85,11 @@ class Progress:
 
 
 def arguments() -> argparse.ArgumentParser:
-    out = commandline.parser("jaxlm.tokenize", "Makes a token cache of config.data.train, in parallel; the same command goes on after a "
-                             "kill. --config.data.tokenizer, bos, eos, content, text_field and on_bad_record hold.")
+    out = commandline.parser(
+        "jaxlm.tokenize",
+        "Makes a token cache of config.data.train, in parallel; the same command goes on after a "
+        "kill. --config.data.tokenizer, bos, eos, content, text_field and on_bad_record hold.",
+    )
     out.add_argument("--out", metavar="DIR", help="the cache's folder, or the tokenizer's")
     out.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
     out.add_argument("--train", action="store_true", help="train a byte-level BPE on the corpus instead")

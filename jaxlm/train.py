@@ -42,8 +42,10 @@ def run(flags: argparse.Namespace, workdir: pathlib.Path, config: Config, remark
     if peers is not None and not flags.workdir:
         raise DeclarationError(f"{peers.count} processes need one run directory: pass --workdir=DIR that all can reach.")
     if peers is not None and config.checkpoint.on_save_error == "continue":
-        raise DeclarationError("config.checkpoint.on_save_error = 'continue' is for a single process: of several, one that could "
-                               "not save and the others that could would wait for each other. Set it to 'stop'.")
+        raise DeclarationError(
+            "config.checkpoint.on_save_error = 'continue' is for a single process: of several, one that could "
+            "not save and the others that could would wait for each other. Set it to 'stop'."
+        )
     say = print if jax.process_index() == 0 else (lambda *_: None)
 
     from jaxlm.data import open_data
@@ -72,8 +74,17 @@ def run(flags: argparse.Namespace, workdir: pathlib.Path, config: Config, remark
         )
         return 0
     weights = starting_point.check(point, job, data, flags.allow_change)
+    origin, next_batch, lines = starting_point.order(point, data, config)
+    order = data.mixture(config.train.global_batch_size, config.data.seed, origin)
+    batches = order.batches(config.data.epochs)
+    if batches is not None and start + batches - next_batch < stop_at:
+        stop_at = start + max(batches - next_batch, 0)
+        lines.append(f"data: config.data.epochs = {config.data.epochs} ends it at step {stop_at}")
+        if stop_at <= start:
+            say(f"this run is finished: its data ended at step {start}. To go on, raise --config.data.epochs.")
+            return 0
     sample = make_sample(job, data) if config.train.sample_every else None
-    for line in opening_lines(job, data, start, stop_at, weights):
+    for line in [*opening_lines(job, data, start, stop_at, weights), *lines]:
         say(line)
     lock = sole_writer(workdir) if jax.process_index() == 0 else contextlib.nullcontext()
     with lock, out_of_memory_explained(job), stop_with_command(resume_command(flags, workdir)):
@@ -82,8 +93,8 @@ def run(flags: argparse.Namespace, workdir: pathlib.Path, config: Config, remark
         if jax.process_index() == 0:
             for line in starting_point.set_aside(point, workdir):
                 say(line)
-        train(job, data, workdir, point, stop_at, sample, peers)
-    ended = "finished" if stop_at == config.train.steps else "stopped by config.train.stop_at"
+        train(job, data, order, workdir, point, stop_at, sample, peers)
+    ended = "stopped by config.train.stop_at" if stop_at == config.train.stop_at != config.train.steps else "finished"
     say(f"{ended} at step {stop_at}; to go on or to look again:\n  {resume_command(flags, workdir)}")
     return 0
 
@@ -142,7 +153,14 @@ def opening_lines(job: Any, data: Any, start: int, stop_at: int, source: str) ->
 
 
 def train(
-    job: Any, data: Any, workdir: pathlib.Path, point: StartingPoint, stop_at: int, sample: Any, peers: Peers | None = None
+    job: Any,
+    data: Any,
+    order: Any,
+    workdir: pathlib.Path,
+    point: StartingPoint,
+    stop_at: int,
+    sample: Any,
+    peers: Peers | None = None,
 ) -> None:
     """Prepares the step and the state side by side, then loops; again from a checkpoint, as often as bad numbers ask for it."""
     import jax
@@ -168,7 +186,7 @@ def train(
     with StopFlag(peers, point.step) as stop:
         while True:
             try:
-                return run_from(job, data, workdir, state, point.step, stop_at, peers, remarks, **parts, stop=stop)
+                return run_from(job, data, order, workdir, state, point.step, stop_at, peers, remarks, **parts, stop=stop)
             except RollBack as error:
                 back = error.facts
             # The error is gone here, and with it the state that its frames held.
@@ -184,13 +202,14 @@ def train(
                 *point.notes,
                 *aside,
                 f"{back.words}: back to step {point.step}, and on past the {back.step - point.step} batch(es) since "
-                f"(rollback {back.rollbacks + 1} of {config.faults.max_rollbacks})"
+                f"(rollback {back.rollbacks + 1} of {config.faults.max_rollbacks})",
             ]
 
 
 def run_from(
     job: Any,
     data: Any,
+    order: Any,
     workdir: pathlib.Path,
     state: Any,
     start: int,
@@ -211,12 +230,18 @@ def run_from(
     checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)
     shardings = job.batch_shardings()
     left_out = int(state["counters"]["left_out"])
+    all_batches = order.batches(config.data.epochs)
+    last = config.train.steps if all_batches is None else min(config.train.steps, all_batches - left_out)
+    stop_at = min(stop_at, last)  # batches that are left out end the data earlier
     batches = train_batches(
-        data.train,
+        order,
         batch_size=config.train.global_batch_size,
         seed=config.data.seed,
         start_step=start + left_out,
         rows=rows_of(shardings["inputs"], config.train.global_batch_size),
+        workers=config.data.workers,
+        prefetch=4 if config.data.workers else 0,
+        epochs=config.data.epochs,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
@@ -238,7 +263,9 @@ def run_from(
             stop_at=stop_at,
             recorder=recorder,
             checkpoints=checkpoints,
-            about=lambda step: about(job, data, step, left_out),
+            about=lambda step: about(job, data, order, step, left_out),
+            shares=lambda step: order.shares(step + left_out),
+            last=last,
             profile=profile,
             **parts,
         )
@@ -263,15 +290,22 @@ def compile_train_step(job: Any) -> Any:
     return compiled
 
 
-def about(job: Any, data: Any, step: int, left_out: int) -> dict[str, Any]:
+def about(job: Any, data: Any, order: Any, step: int, left_out: int) -> dict[str, Any]:
     """What is saved beside the arrays. The data position is the number of batches taken or left out: their order is a function
-    of it."""
+    of it, and of `order`."""
+    from jaxlm.data.continuation import described
+
     return {
         "format": FORMAT,
         "step": step,
         "config": to_dict(job.config),
         "mesh": dict(job.layout.sizes),
-        "data": {"next_batch": step + left_out, "seed": job.config.data.seed, **data.facts},
+        "data": {
+            "next_batch": step + left_out,
+            "seed": job.config.data.seed,
+            "order": described(order, data, job.config, step + left_out),
+            **data.facts,
+        },
     }
 
 

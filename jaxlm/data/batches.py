@@ -1,8 +1,8 @@
 """Batches in an order that is a pure function of (seed, step).
 
-Row r of step s is example number s B + r of a sequence of sources (`mixture`) and of each source's epochs; each epoch permutes all
-examples and shifts their borders, both from a key of (seed, epoch). A process asks for the rows that it needs, so the global batch
-is the same for every number of processes and every mesh, and a resumed run starts at its step without replay.
+Row r of step s is example number s B + r of a sequence of sources (`mixture`) and of each source's epochs; each epoch permutes
+all examples and shifts their borders, both from a key of (seed, epoch). A process asks for the rows that it needs, so the global
+batch is the same for every number of processes and every mesh, and a resumed run starts at its step without replay.
 
 Grain drives it: a `MapDataset` over steps, whose map assembles a step's rows in one gather, read ahead by Grain's threads.
 Grain's element is the batch rather than the example, which keeps Python's cost per example out of the training loop's way.
@@ -78,8 +78,8 @@ def train_batches(examples: Examples | Mixture, *, batch_size: int, seed: int, s
       epochs: passes over the data.
 
     Returns:
-      An iterator of dicts: inputs, targets int32 [n, L], mask bool [n, L], example int32 [n] (the row's number in the batch), and for
-      packed examples positions, segment_ids int32 [n, L].
+      An iterator of dicts: inputs, targets int32 [n, L], mask bool [n, L], example int32 [n] (the row's number in the batch), and
+      for packed examples positions, segment_ids int32 [n, L].
     """
     chosen = _check_rows(rows, batch_size)
     mixture = examples if isinstance(examples, Mixture) else alone(examples, batch_size, seed)

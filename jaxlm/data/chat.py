@@ -4,10 +4,10 @@ A record of `chat` data is a conversation: `messages`, or a `prompt` and a `comp
 data has a `prompt` (which may be missing) and two continuations, `chosen` and `rejected`. Each of these is a list of
 {"role", "content"}, or a string, which is then one message: the user's as a prompt, the assistant's otherwise.
 
-Targets are the tokens of the assistant's turns and the special token that ends each; a conversation that ends without one gets the
-tokenizer's end token, so that the end is always learnt. What the assistant says is known by the template's own
-{% generation %} marks, as Hugging Face has them, or by rendering the conversation up to the turn (with the prompt for it) and up to
-its end: the template must then only ever add text.
+Targets are the tokens of the assistant's turns and the special token that ends each; a conversation that ends without one gets
+the tokenizer's end token, so that the end is always learnt. What the assistant says is known by the template's own
+{% generation %} marks, as Hugging Face has them, or by rendering the conversation up to the turn (with the prompt for it) and up
+to its end: the template must then only ever add text.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxlm.data.extras import needed
 from jaxlm.data.tokenizer import Tokenizer
 from partitioning.declaration import DeclarationError
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"               # noncharacters, which no text holds: where the assistant's words begin and end
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters, which no text holds: where the assistant's words begin and end
 
 
 class TemplateError(ValueError):
@@ -52,8 +52,10 @@ def conversation_of(record: dict) -> tuple[bytes | None, str]:
 def preference_of(record: dict) -> tuple[bytes | None, str]:
     """The pair of a record of preference data, as JSON, or what is wrong with it."""
     try:
-        pair = {"prompt": _messages(record, "prompt", "user") if "prompt" in record else [],
-                **{name: _messages(record, name, "assistant") for name in ("chosen", "rejected")}}
+        pair = {
+            "prompt": _messages(record, "prompt", "user") if "prompt" in record else [],
+            **{name: _messages(record, name, "assistant") for name in ("chosen", "rejected")},
+        }
     except TemplateError as error:
         return None, str(error)
     return json.dumps(pair, ensure_ascii=False).encode("utf-8", "replace"), ""
@@ -63,10 +65,15 @@ def _messages(record: dict, field: str, role: str) -> list[dict]:
     value = record.get(field)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    if not isinstance(value, (list, tuple)) or not value or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value):
-        raise TemplateError(f"has no list of messages with role and content in the field {field!r}"
-                            + ("" if field in record else f" (its fields: {', '.join(map(repr, list(record)[:8])) or 'none'})"))
+    if (
+        not isinstance(value, (list, tuple))
+        or not value
+        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value)
+    ):
+        raise TemplateError(
+            f"has no list of messages with role and content in the field {field!r}"
+            + ("" if field in record else f" (its fields: {', '.join(map(repr, list(record)[:8])) or 'none'})")
+        )
     return list(value)
 
 
@@ -74,6 +81,7 @@ def _messages(record: dict, field: str, role: str) -> list[dict]:
 class Pair:
     """A preference: two continuations of one prompt, each with the prompt before it. Ids int32 [T]; loss bool [T], true at the
     targets, the assistant's turns after the prompt."""
+
     chosen: np.ndarray
     chosen_loss: np.ndarray
     rejected: np.ndarray
@@ -88,6 +96,7 @@ class ChatTemplate:
       source: Jinja.
       where: what to call it in messages.
     """
+
     source: str
     tokenizer: Tokenizer
     where: str
@@ -131,12 +140,14 @@ class ChatTemplate:
 
     def _marked(self, messages, generation_prompt=False):
         spelling = {i: token for token, i in self.tokenizer.special.items()}
-        ends = {name: spelling.get(i, "") for name, i in (("bos_token", self.tokenizer.bos_id), ("eos_token", self.tokenizer.eos_id))}
+        ends = {
+            name: spelling.get(i, "") for name, i in (("bos_token", self.tokenizer.bos_id), ("eos_token", self.tokenizer.eos_id))
+        }
         try:
             return self._compiled.render(messages=list(messages), add_generation_prompt=generation_prompt, tools=None, **ends)
         except (TemplateError, DeclarationError):
             raise
-        except Exception as error:                                     # a template is a program, and may fail as one
+        except Exception as error:  # a template is a program, and may fail as one
             raise TemplateError(f"cannot be rendered by the chat template: {type(error).__name__}: {error}") from None
 
     def _turns(self, messages: Sequence[dict], after: int) -> tuple[str, list[tuple[int, int]]]:
@@ -157,11 +168,13 @@ class ChatTemplate:
             if message["role"] != "assistant" or i < after:
                 continue
             begin = self.render(messages[:i], generation_prompt=True) if i else ""
-            end = self.render(messages[:i + 1])
+            end = self.render(messages[: i + 1])
             if not (text.startswith(end) and end.startswith(begin)):
-                raise TemplateError("has an assistant's turn that the chat template renders differently once more follows; give a "
-                                    "template that marks what the assistant says with {% generation %} and {% endgeneration %} "
-                                    "(config.data.chat_template)")
+                raise TemplateError(
+                    "has an assistant's turn that the chat template renders differently once more follows; give a "
+                    "template that marks what the assistant says with {% generation %} and {% endgeneration %} "
+                    "(config.data.chat_template)"
+                )
             spans.append((len(begin), len(end)))
         return text, spans
 
@@ -184,11 +197,13 @@ class ChatTemplate:
             # A token that the turn begins inside of, as a word with the space before it, is the assistant's.
             first, stop = np.searchsorted(ends, begin, side="right"), np.searchsorted(begins, end, side="left")
             inside = np.flatnonzero(special[first:stop])
-            if len(inside) and not text[begins[first + inside[-1]]:end].removeprefix(
-                    self._spelt(ids[first + inside[-1]])).strip():
-                stop = first + inside[-1] + 1                          # up to the end token, not the line break behind it
+            if (
+                len(inside)
+                and not text[begins[first + inside[-1]] : end].removeprefix(self._spelt(ids[first + inside[-1]])).strip()
+            ):
+                stop = first + inside[-1] + 1  # up to the end token, not the line break behind it
             elif stop < len(ids) and special[stop] and begins[stop] == end:
-                stop += 1                                              # the end token, which stands outside the marks
+                stop += 1  # the end token, which stands outside the marks
             loss[first:stop] = True
             ended = stop > first and bool(special[stop - 1])
         if messages and messages[-1]["role"] == "assistant" and not ended and self.tokenizer.eos_id is not None:
@@ -211,14 +226,17 @@ def load_template(declared: str | None, tokenizer: Tokenizer, name: str) -> Chat
     """
     if declared is None:
         if tokenizer.chat_template is None:
-            raise DeclarationError(f"config.data.tokenizer = {name!r} brings no chat template (tokenizer_config.json beside it); "
-                                   "set config.data.chat_template to a file with one.")
+            raise DeclarationError(
+                f"config.data.tokenizer = {name!r} brings no chat template (tokenizer_config.json beside it); "
+                "set config.data.chat_template to a file with one."
+            )
         return ChatTemplate(tokenizer.chat_template, tokenizer, f"the chat template of {name!r}")
     if "{" in declared:
         return ChatTemplate(declared, tokenizer, "config.data.chat_template")
     try:
         source = pathlib.Path(declared).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DeclarationError(f"config.data.chat_template = {declared!r} cannot be read: "
-                               f"{getattr(error, 'strerror', None) or error}.") from None
+        raise DeclarationError(
+            f"config.data.chat_template = {declared!r} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from None
     return ChatTemplate(source, tokenizer, f"config.data.chat_template = {declared!r}")

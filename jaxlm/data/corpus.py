@@ -1,8 +1,9 @@
 """From a declaration to training and evaluation examples.
 
 A source's corpus is its documents in order. Without text of its own, evaluation gets the last `eval_fraction` of each source: of
-text so many of its bytes, cut at a character border, which may fall inside a document; of token files so many of their tokens. The
-evaluation text is tokenized by itself, and all of its tokens are scored, the first one given the last token of the training text.
+text so many of its bytes, cut at a character border, which may fall inside a document; of token files so many of their tokens.
+The evaluation text is tokenized by itself, and all of its tokens are scored, the first one given the last token of the training
+text.
 
 Where there are several documents and config.data.eos is true, the end token stands between them, and a model learns where texts
 end. It stands neither in a corpus of one document nor at a cut.
@@ -41,6 +42,7 @@ class Data:
       eval: examples for evaluation; None when there are none.
       facts: what was found, in plain values, for the opening lines and the checkpoint.
     """
+
     tokenizer: Tokenizer
     sources: dict[str, Examples | PackedExamples]
     stages: tuple[tuple[int, tuple[int, ...]], ...]
@@ -63,11 +65,15 @@ class Data:
         for name, label in (("train", "training"), ("eval", "evaluation")):
             if facts[f"{name}_tokens"]:
                 size = f"{facts[f'{name}_bytes']:,} bytes = " if facts[f"{name}_bytes"] is not None else ""
-                out.append(f"{label}: {size}{facts[f'{name}_tokens']:,} tokens = "
-                           f"{facts[f'{name}_examples']:,} examples, from {facts[f'{name}_source']}")
+                out.append(
+                    f"{label}: {size}{facts[f'{name}_tokens']:,} tokens = "
+                    f"{facts[f'{name}_examples']:,} examples, from {facts[f'{name}_source']}"
+                )
         for name, source in facts.get("sources", {}).items():
-            shares = ", then ".join(f"{stage['shares'][name]:.2%}" + (f" (from step {stage['step'] + 1})" if stage["step"] else "")
-                                    for stage in facts["stages"])
+            shares = ", then ".join(
+                f"{stage['shares'][name]:.2%}" + (f" (from step {stage['step'] + 1})" if stage["step"] else "")
+                for stage in facts["stages"]
+            )
             out.append(f"  {name}: {source['tokens']:,} tokens = {source['examples']:,} examples, share {shares}")
         if "padding" in facts:
             out.append(f"packed by best fit: {facts['padding']:.3%} of the places are padding")
@@ -76,14 +82,17 @@ class Data:
         if facts["blank_documents"]:
             out.append(f"{facts['blank_documents']:,} documents without text were left out")
         if facts["separator"] is None and (facts["documents"] or 0) > 1 and facts["content"] == "text":
-            out.append("documents follow each other without an end token"
-                       + (" (the tokenizer has none)" if self.tokenizer.eos_id is None else ""))
+            out.append(
+                "documents follow each other without an end token"
+                + (" (the tokenizer has none)" if self.tokenizer.eos_id is None else "")
+            )
         return out
 
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
     """A source, read: its streams for training and evaluation (None: nothing is held out)."""
+
     train: Stream
     eval: Stream | None
     says: str
@@ -105,12 +114,16 @@ def open_data(config: DataConfig, vocab_size: int, *, train: bool = True) -> Dat
     encoder = make_encoder(config)
     tokenizer = encoder.tokenizer
     if tokenizer.vocab_size > vocab_size:
-        raise DeclarationError(f"config.data.tokenizer = {config.tokenizer!r} has {tokenizer.vocab_size} ids, but "
-                               f"config.model.vocab_size = {vocab_size}; set config.model.vocab_size to at least "
-                               f"{tokenizer.vocab_size}, or choose a smaller tokenizer.")
+        raise DeclarationError(
+            f"config.data.tokenizer = {config.tokenizer!r} has {tokenizer.vocab_size} ids, but "
+            f"config.model.vocab_size = {vocab_size}; set config.model.vocab_size to at least "
+            f"{tokenizer.vocab_size}, or choose a smaller tokenizer."
+        )
     if config.content == "preference":
-        raise DeclarationError("config.data.content = 'preference' can be read and looked at (python -m jaxlm.data show), but training "
-                               "on pairs is not built; 'chat' trains on the chosen answers.")
+        raise DeclarationError(
+            "config.data.content = 'preference' can be read and looked at (python -m jaxlm.data show), but training "
+            "on pairs is not built; 'chat' trains on the chosen answers."
+        )
     declared = declared_sources(config.train)
     opened: list[_Opened] = []
     sources: dict[str, Any] = {}
@@ -137,20 +150,32 @@ def open_data(config: DataConfig, vocab_size: int, *, train: bool = True) -> Dat
 
     everything = opened + more
     counts = [found.documents for found in everything]
-    facts = {"tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
-             "content": config.content, "documents": None if None in counts else sum(counts), "separator": separator,
-             "train_source": "; ".join(found.says for found in opened) or None, "eval_source": eval_source,
-             "skipped_records": sum(found.skipped for found in everything), "blank_documents": sum(found.blank for found in everything)}
+    facts = {
+        "tokenizer": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "content": config.content,
+        "documents": None if None in counts else sum(counts),
+        "separator": separator,
+        "train_source": "; ".join(found.says for found in opened) or None,
+        "eval_source": eval_source,
+        "skipped_records": sum(found.skipped for found in everything),
+        "blank_documents": sum(found.blank for found in everything),
+    }
     if sources:
-        facts["train_sha256"] = _fingerprint(sources)
-        facts["source_examples"] = {name: len(examples) for name, examples in sources.items()}
+        digests = {name: _fingerprint(examples) for name, examples in sources.items()}
+        facts["source_sha256"] = digests
+        facts["train_sha256"] = (
+            next(iter(digests.values())) if len(digests) == 1 else hashlib.sha256(" ".join(digests.values()).encode()).hexdigest()
+        )
         if config.pack == "best_fit":
             places = sum(len(x) for x in sources.values()) * config.sequence_length
             facts["padding"] = 1 - sum(x.places for x in sources.values()) / places
     if len(sources) > 1:
         facts["sources"] = {name: {"tokens": x.targets, "examples": len(x)} for name, x in sources.items()}
-        facts["stages"] = [{"step": batch, "shares": {name: q / sum(quotas) for name, q in zip(sources, quotas)}}
-                           for batch, quotas in stages]
+        facts["stages"] = [
+            {"step": batch, "shares": {name: q / sum(quotas) for name, q in zip(sources, quotas)}} for batch, quotas in stages
+        ]
     trained = list(sources.values())
     facts |= _counts("train", trained) | _counts("eval", [eval_examples] if eval_examples else [])
     return Data(tokenizer, sources, stages, eval_examples, facts)
@@ -158,24 +183,24 @@ def open_data(config: DataConfig, vocab_size: int, *, train: bool = True) -> Dat
 
 def _counts(name: str, examples: Sequence[Any]) -> dict[str, Any]:
     sizes = [x.bytes for x in examples]
-    return {f"{name}_bytes": None if None in sizes else sum(sizes), f"{name}_tokens": sum(x.targets for x in examples),
-            f"{name}_examples": sum(len(x) for x in examples)}
+    return {
+        f"{name}_bytes": None if None in sizes else sum(sizes),
+        f"{name}_tokens": sum(x.targets for x in examples),
+        f"{name}_examples": sum(len(x) for x in examples),
+    }
 
 
-def _fingerprint(sources: dict[str, Any]) -> str:
-    """What tells the training examples from others."""
-    digest = hashlib.sha256()
-    for examples in sources.values():
-        stream = examples.stream
-        if stream.fingerprint:
-            digest.update(stream.fingerprint.encode())
-        else:                                  # in memory: the tokens, as the examples' windows see them
-            for part in stream.parts:
-                digest.update(np.ascontiguousarray(part))
-            if isinstance(examples, Examples):
-                digest.update(np.ascontiguousarray(stream.read(0, examples.length)))
-            for part in stream.loss or ():
-                digest.update(np.ascontiguousarray(part))
+def _fingerprint(examples: Examples | PackedExamples) -> str:
+    """What tells training examples from others."""
+    digest, stream = hashlib.sha256(), examples.stream
+    if stream.fingerprint:
+        return hashlib.sha256(stream.fingerprint.encode()).hexdigest()
+    for part in stream.parts:  # in memory: the tokens, as the examples' windows see them
+        digest.update(np.ascontiguousarray(part))
+    if isinstance(examples, Examples):
+        digest.update(np.ascontiguousarray(stream.read(0, examples.length)))
+    for part in stream.loss or ():
+        digest.update(np.ascontiguousarray(part))
     return digest.hexdigest()
 
 
@@ -186,11 +211,15 @@ def _open(names: Sequence[str], encoder: Encoder, config: DataConfig, key: str, 
         return _open_text(files, names, encoder, config, key, held_out)
     if len(tokens) < len(files):
         other = next(file.name for file in files if not file.holds_tokens)
-        raise DeclarationError(f"{key} has tokens ({tokens[0].name}) beside text ({other}) in one source; tokenize the text first "
-                               "(python -m jaxlm.tokenize), or declare a mixture of both.")
+        raise DeclarationError(
+            f"{key} has tokens ({tokens[0].name}) beside text ({other}) in one source; tokenize the text first "
+            "(python -m jaxlm.tokenize), or declare a mixture of both."
+        )
     if config.content != "text" and any(file.kind != "cache" for file in files):
-        raise DeclarationError(f"{key}: {files[0].name} does not say which of its tokens are targets; config.data.content = "
-                               f"{config.content!r} needs text, or a token cache that was made of it.")
+        raise DeclarationError(
+            f"{key}: {files[0].name} does not say which of its tokens are targets; config.data.content = "
+            f"{config.content!r} needs text, or a token cache that was made of it."
+        )
     stream = joined([_open_tokens(file, encoder, config, vocab_size) for file in files])
     if not len(stream):
         raise DeclarationError(f"{key} = {tuple(names)!r} holds no tokens: {len(files)} files.")
@@ -199,8 +228,9 @@ def _open(names: Sequence[str], encoder: Encoder, config: DataConfig, key: str, 
         return _Opened(stream, None, says, documents=stream.documents)
     cut = min(math.floor(len(stream) * (1 - held_out)), len(stream) - 1)
     before = _bytes_before(stream, cut, encoder)
-    return _Opened(stream.cut(0, cut, 0, before), stream.cut(cut, len(stream), before, stream.bytes), says,
-                   documents=stream.documents)
+    return _Opened(
+        stream.cut(0, cut, 0, before), stream.cut(cut, len(stream), before, stream.bytes), says, documents=stream.documents
+    )
 
 
 def _open_tokens(file: File, encoder: Encoder, config: DataConfig, vocab_size: int) -> Stream:
@@ -220,10 +250,12 @@ def _bytes_before(stream: Stream, cut: int, encoder: Encoder) -> int | None:
     return min(before + len(rest), int(stream.byte_ends[i]) if i < len(stream.byte_ends) else before)
 
 
-def _open_text(files: list[File], names: Sequence[str], encoder: Encoder, config: DataConfig, key: str, held_out: float) -> _Opened:
+def _open_text(
+    files: list[File], names: Sequence[str], encoder: Encoder, config: DataConfig, key: str, held_out: float
+) -> _Opened:
     corpus = read_files(files, encoder.extract, config.on_bad_record, key, names)
     several = len(corpus.documents) > 1
-    if encoder.template is not None:           # a conversation is not cut
+    if encoder.template is not None:  # a conversation is not cut
         count = len(corpus.documents)
         first = count - math.ceil(count * held_out) if held_out else count
         heads, tails, inside = list(corpus.documents[:first]), list(corpus.documents[first:]), False
@@ -231,10 +263,16 @@ def _open_text(files: list[File], names: Sequence[str], encoder: Encoder, config
         heads, tails, inside = hold_out(corpus.documents, held_out)
     train = encoder.encode(heads, closed=several and not inside).stream()
     evaluation = encoder.encode(tails, closed=config.pack == "best_fit").stream() if tails else None
-    if evaluation is not None and inside and encoder.bos is not None and encoder.template is None:      # it begins in a document
+    if evaluation is not None and inside and encoder.bos is not None and encoder.template is None:  # it begins in a document
         evaluation = evaluation.cut(1, len(evaluation), 0, evaluation.bytes)
-    return _Opened(train, evaluation, _say(names, len(corpus.files), len(corpus.documents)), corpus.skipped, corpus.blank,
-                   len(corpus.documents))
+    return _Opened(
+        train,
+        evaluation,
+        _say(names, len(corpus.files), len(corpus.documents)),
+        corpus.skipped,
+        corpus.blank,
+        len(corpus.documents),
+    )
 
 
 def hold_out(documents: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes], bool]:
@@ -254,14 +292,15 @@ def hold_out(documents: Sequence[bytes], fraction: float) -> tuple[list[bytes], 
         if cut < size:
             break
         cut -= size
-    while cut and documents[i][cut] & 0xC0 == 0x80:                    # a continuation byte of UTF-8
+    while cut and documents[i][cut] & 0xC0 == 0x80:  # a continuation byte of UTF-8
         cut -= 1
     head, tail = documents[i][:cut], documents[i][cut:]
-    return [*documents[:i], *([head] if head else [])], [tail, *documents[i + 1:]], bool(head)
+    return [*documents[:i], *([head] if head else [])], [tail, *documents[i + 1 :]], bool(head)
 
 
-def _training_examples(stream: Stream, encoder: Encoder, config: DataConfig, held_out: float, source: Source,
-                       found: _Opened) -> Examples | PackedExamples:
+def _training_examples(
+    stream: Stream, encoder: Encoder, config: DataConfig, held_out: float, source: Source, found: _Opened
+) -> Examples | PackedExamples:
     size = None if encoder.template is not None else stream.bytes
     if config.pack == "best_fit":
         out = pack(with_documents(stream, encoder.tokenizer.eos_id), config.sequence_length, size, encoder.context, config.seed)
@@ -272,21 +311,26 @@ def _training_examples(stream: Stream, encoder: Encoder, config: DataConfig, hel
             kept = f", without the last {held_out:.4g} held out for evaluation," if held_out else ""
             way_out = f"set config.data.sequence_length to at most {len(stream) - 1}, or " if len(stream) > 1 else ""
             amount = "" if stream.bytes is None else f" ({stream.bytes} bytes)"
-            raise DeclarationError(f"config.data.sequence_length = {config.sequence_length} is longer than the training text: "
-                                   f"{found.says}{kept} give {len(stream)} tokens{amount}, and one example needs "
-                                   f"{config.sequence_length + 1}; {way_out}name more text in config.data.train.")
+            raise DeclarationError(
+                f"config.data.sequence_length = {config.sequence_length} is longer than the training text: "
+                f"{found.says}{kept} give {len(stream)} tokens{amount}, and one example needs "
+                f"{config.sequence_length + 1}; {way_out}name more text in config.data.train."
+            )
         out = Examples.ring(stream, config.sequence_length, size)
     if not out.targets:
         raise DeclarationError(f"the training text of {source.name!r} has no target: none of its conversations can be rendered.")
     return out
 
 
-def _evaluation_examples(stream: Stream, encoder: Encoder, config: DataConfig, before: int | None,
-                         key: str) -> Examples | PackedExamples:
+def _evaluation_examples(
+    stream: Stream, encoder: Encoder, config: DataConfig, before: int | None, key: str
+) -> Examples | PackedExamples:
     """Examples of the whole stream; `before`: the token that it follows, where it does."""
     if not stream.targets:
-        raise DeclarationError(f"{key}: the evaluation text ({stream.bytes} bytes) gives no tokens under "
-                               f"config.data.tokenizer = {config.tokenizer!r}; choose another text or tokenizer.")
+        raise DeclarationError(
+            f"{key}: the evaluation text ({stream.bytes} bytes) gives no tokens under "
+            f"config.data.tokenizer = {config.tokenizer!r}; choose another text or tokenizer."
+        )
     size = None if encoder.template is not None else stream.bytes
     if config.pack == "best_fit":
         return pack(with_documents(stream, encoder.tokenizer.eos_id), config.sequence_length, size, encoder.context, config.seed)
@@ -298,8 +342,10 @@ def _stages(config: DataConfig, declared: list[Source], sources: dict[str, Any])
     names = list(sources)
     stages = declared_stages(config.stages, names)
     weights = [len(sources[s.name]) if s.weight is None else float(s.weight) for s in declared]
-    return ((0, quotas_of(weights, config.temperature, names, "config.data.train")),
-            *((step, quotas_of(w, config.temperature, names, f"config.data.stages (step {step})")) for step, w in stages))
+    return (
+        (0, quotas_of(weights, config.temperature, names, "config.data.train")),
+        *((step, quotas_of(w, config.temperature, names, f"config.data.stages (step {step})")) for step, w in stages),
+    )
 
 
 def _say(names: Sequence[str], files: int, documents: int) -> str:

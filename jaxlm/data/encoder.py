@@ -21,10 +21,11 @@ from partitioning.declaration import DeclarationError
 @dataclasses.dataclass(frozen=True)
 class Encoder:
     """Attributes:
-      bos, eos: ids around a document of text, or None.
-      template: for chats.
-      options: config.data's values of OPTIONS, which a cache's must equal.
+    bos, eos: ids around a document of text, or None.
+    template: for chats.
+    options: config.data's values of OPTIONS, which a cache's must equal.
     """
+
     tokenizer: Tokenizer
     content: str
     bos: int | None
@@ -57,7 +58,7 @@ class Encoder:
         ends, place = np.empty(len(ids), np.int64), 0
         for i, array in enumerate(ids):
             for piece in (before, array, after):
-                tokens[place:place + len(piece)] = piece
+                tokens[place : place + len(piece)] = piece
                 place += len(piece)
             ends[i] = place
         if after and len(ids) and not closed:
@@ -70,8 +71,10 @@ class Encoder:
             return self.template.encode(json.loads(document))
         except TemplateError as error:
             if not self.skip:
-                raise DeclarationError(f"a conversation that begins {document[:80].decode('utf-8', 'replace')!r} {error}. Mend it, or "
-                                       "set config.data.on_bad_record='skip'.") from None
+                raise DeclarationError(
+                    f"a conversation that begins {document[:80].decode('utf-8', 'replace')!r} {error}. Mend it, or "
+                    "set config.data.on_bad_record='skip'."
+                ) from None
             return np.zeros(0, np.int32), np.zeros(0, bool)
 
     @property
@@ -98,11 +101,21 @@ def make_encoder(config: DataConfig) -> Encoder:
     """
     tokenizer = load_tokenizer(config.tokenizer).with_ends(config.bos_token, config.eos_token)
     if config.bos and tokenizer.bos_id is None:
-        raise DeclarationError(f"config.data.bos is true, but {config.tokenizer!r} has no token that begins a document; name one of "
-                               "its special tokens in config.data.bos_token.")
+        raise DeclarationError(
+            f"config.data.bos is true, but {config.tokenizer!r} has no token that begins a document; name one of "
+            "its special tokens in config.data.bos_token."
+        )
     template = load_template(config.chat_template, tokenizer, config.tokenizer) if config.content != "text" else None
     if config.content == "text" and config.chat_template is not None:
         raise DeclarationError("config.data.chat_template is for conversations; set config.data.content = 'chat'.")
     extract = {"text": text_extract(config.text_field), "chat": conversation_of, "preference": preference_of}[config.content]
-    return Encoder(tokenizer, config.content, tokenizer.bos_id if config.bos else None, tokenizer.eos_id if config.eos else None,
-                   template, {name: getattr(config, name) for name in OPTIONS}, extract, config.on_bad_record == "skip")
+    return Encoder(
+        tokenizer,
+        config.content,
+        tokenizer.bos_id if config.bos else None,
+        tokenizer.eos_id if config.eos else None,
+        template,
+        {name: getattr(config, name) for name in OPTIONS},
+        extract,
+        config.on_bad_record == "skip",
+    )

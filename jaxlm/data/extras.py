@@ -18,5 +18,6 @@ def needed(module: str, package: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise DeclarationError(f"{what} needs the package {package}, which is not installed; pip install 'jaxlm[data]', or "
-                               f"pip install {package}.") from None
+        raise DeclarationError(
+            f"{what} needs the package {package}, which is not installed; pip install 'jaxlm[data]', or pip install {package}."
+        ) from None

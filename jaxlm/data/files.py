@@ -21,18 +21,19 @@ from partitioning.declaration import DeclarationError, nearest
 EMBEDDED = {"shakespeare": pathlib.Path(__file__).parent / "embedded" / "shakespeare.txt"}
 PREFIX = "embedded:"
 COMPRESSED = (".gz", ".zst")
-DOCUMENTS = (".txt", ".jsonl", ".parquet", ".arrayrecord", ".array_record")       # the first two may be compressed
+DOCUMENTS = (".txt", ".jsonl", ".parquet", ".arrayrecord", ".array_record")  # the first two may be compressed
 TOKENS = (".bin",)
-CACHE = "manifest.json"                                                           # in a folder: a token cache
-DATASET = ("state.json", "dataset_dict.json")                                     # in a folder: Hugging Face `save_to_disk`
+CACHE = "manifest.json"  # in a folder: a token cache
+DATASET = ("state.json", "dataset_dict.json")  # in a folder: Hugging Face `save_to_disk`
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
     """Attributes:
-      name: path or URL.
-      named: whether it was named itself, rather than matched by a glob.
+    name: path or URL.
+    named: whether it was named itself, rather than matched by a glob.
     """
+
     name: str
     named: bool = True
 
@@ -62,7 +63,7 @@ class File:
         """What is in it: its extension without that of compression; 'cache' or 'dataset' for a folder."""
         if not self.remote and self.path.is_dir():
             return "cache" if (self.path / CACHE).exists() or (self.path / "plan.json").exists() else "dataset"
-        name = self.name[:-len(self.compression)] if self.compression else self.name
+        name = self.name[: -len(self.compression)] if self.compression else self.name
         return pathlib.PurePosixPath(name).suffix.lower()
 
     @property
@@ -100,7 +101,7 @@ def _file_system(url: str):
     fsspec = needed("fsspec", "fsspec", f"{url}: a URL")
     try:
         return fsspec.core.url_to_fs(url)[0]
-    except ImportError as error:               # the message names the package of that protocol
+    except ImportError as error:  # the message names the package of that protocol
         raise DeclarationError(f"{url}: {error}") from None
     except ValueError as error:
         raise DeclarationError(f"{url}: {error}.") from None
@@ -116,7 +117,9 @@ def find_files(names: Sequence[str], key: str) -> list[File]:
       DeclarationError: a name without a file, or a kind of file that is not known.
     """
     if not names:
-        raise DeclarationError(f"{key} is empty; expected paths, globs or URLs of files of text or tokens, or {PREFIX}shakespeare.")
+        raise DeclarationError(
+            f"{key} is empty; expected paths, globs or URLs of files of text or tokens, or {PREFIX}shakespeare."
+        )
     found: dict[str, File] = {}
     for name in names:
         for file in _matches(name, key):
@@ -137,8 +140,9 @@ def _matches(name: str, key: str) -> list[File]:
         return [_checked(File(str(path)), key)]
     matches = [match for match in sorted(glob.glob(str(path), recursive=True)) if not os.path.isdir(match) or _is_data(match)]
     if not matches:
-        raise DeclarationError(f"{key}: no file matches {name!r} (seen from {pathlib.Path.cwd()}); "
-                               "check the pattern, and quote it for the shell.")
+        raise DeclarationError(
+            f"{key}: no file matches {name!r} (seen from {pathlib.Path.cwd()}); check the pattern, and quote it for the shell."
+        )
     return [_checked(File(match, named=False), key) for match in matches]
 
 
@@ -168,14 +172,17 @@ def _checked(file: File, key: str) -> File:
         if path.is_dir() and not (_is_data(str(path)) or (path / "plan.json").exists()):
             raise DeclarationError(f"{key}: {path} is a folder; name its files, for example '{path}/**/*.txt'.")
         if not path.exists():
-            siblings = [p.name for p in path.parent.iterdir() if File(p.name).kind in DOCUMENTS + TOKENS] \
-                if path.parent.is_dir() else []
+            siblings = (
+                [p.name for p in path.parent.iterdir() if File(p.name).kind in DOCUMENTS + TOKENS] if path.parent.is_dir() else []
+            )
             hint = f"; {nearest(path.name, sorted(siblings)[:20], 'file')}" if siblings else "."
             raise DeclarationError(f"{key}: there is no file {str(path)!r} (seen from {pathlib.Path.cwd()}){hint}")
     known = (*DOCUMENTS, *TOKENS, "cache", "dataset")
     if file.kind not in known or (file.compression and file.kind not in DOCUMENTS[:2]):
         suffix = pathlib.PurePosixPath(file.name).suffix
-        raise DeclarationError(f"{key}: {file.name} has the extension {suffix!r}; expected .txt (one document) or .jsonl (one JSON "
-                               "record with a text field per line), both perhaps with .gz or .zst, .parquet, .arrayrecord, or "
-                               "tokens: .bin or the folder of a token cache. Rename or convert it.")
+        raise DeclarationError(
+            f"{key}: {file.name} has the extension {suffix!r}; expected .txt (one document) or .jsonl (one JSON "
+            "record with a text field per line), both perhaps with .gz or .zst, .parquet, .arrayrecord, or "
+            "tokens: .bin or the folder of a token cache. Rename or convert it."
+        )
     return file

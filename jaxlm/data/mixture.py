@@ -27,6 +27,7 @@ BLOCK = 1 << 14
 @dataclasses.dataclass(frozen=True)
 class Source:
     """One declared source. `weight` None: its size. `weights` of the stages are looked up by name."""
+
     name: str
     paths: tuple[str, ...]
     weight: float | None = None
@@ -36,6 +37,7 @@ class Source:
 class Origin:
     """Where the order is counted from: batch `batch` was the first of it, and source s had given `taken[s]` examples before.
     `taken` empty: none."""
+
     batch: int = 0
     taken: tuple[int, ...] = ()
 
@@ -53,7 +55,9 @@ def declared_sources(train: Sequence[Any]) -> list[Source]:
     for i, item in enumerate(train):
         place = f"{key}[{i}]"
         if not isinstance(item, Mapping):
-            raise DeclarationError(f"{place} = {item!r} stands beside dicts; of a mixture every source is a dict(paths=..., weight=...).")
+            raise DeclarationError(
+                f"{place} = {item!r} stands beside dicts; of a mixture every source is a dict(paths=..., weight=...)."
+            )
         for word in item:
             if word not in ("paths", "name", "weight"):
                 raise DeclarationError(f"unknown key {place}.{word}: {nearest(word, ('paths', 'name', 'weight'), 'key')}")
@@ -62,7 +66,9 @@ def declared_sources(train: Sequence[Any]) -> list[Source]:
         if not paths or not all(isinstance(path, str) for path in paths):
             raise DeclarationError(f"{place}.paths = {item.get('paths')!r}; expected a path, glob or URL, or several.")
         weight = item.get("weight")
-        if weight is not None and (isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf")):
+        if weight is not None and (
+            isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf")
+        ):
             raise DeclarationError(f"{place}.weight = {weight!r}; expected a number of at least 0.")
         out.append(Source(str(item.get("name", paths[0])), paths, weight))
     names = [source.name for source in out]
@@ -111,7 +117,7 @@ def quotas_of(weights: Sequence[float], temperature: float, names: Sequence[str]
     powers = np.array([(w / top) ** (1 / temperature) if w else 0.0 for w in weights])
     exact = powers / powers.sum() * BLOCK
     quotas = np.floor(exact).astype(np.int64)
-    for i in np.argsort(-(exact - quotas), kind="stable")[:BLOCK - int(quotas.sum())]:
+    for i in np.argsort(-(exact - quotas), kind="stable")[: BLOCK - int(quotas.sum())]:
         quotas[i] += 1
     for name, weight, quota in zip(names, weights, quotas.tolist()):
         if weight and not quota:
@@ -130,6 +136,7 @@ class Mixture:
       seed: of the order.
       origin: where this order is counted from.
     """
+
     names: tuple[str, ...]
     sources: tuple[Any, ...]
     stages: tuple[tuple[int, tuple[int, ...]], ...]
@@ -143,7 +150,7 @@ class Mixture:
         taken = np.array(self.origin.taken or [0] * len(self.sources), np.int64)
         last = max(i for i, (batch, _) in enumerate(self.stages) if batch <= max(self.origin.batch, 0))
         out = [(0, self.stages[last][1], taken)]
-        for batch, quotas in self.stages[last + 1:]:
+        for batch, quotas in self.stages[last + 1 :]:
             number = (batch - self.origin.batch) * self.batch_size
             taken = taken + self._within(len(out) - 1, out[-1][1], number - out[-1][0])
             out.append((number, quotas, taken))
@@ -157,10 +164,12 @@ class Mixture:
         whose = self._block(stage, quotas, blocks)[0][:rest]
         return blocks * np.array(quotas, np.int64) + np.bincount(whose, minlength=len(quotas))
 
-    @functools.lru_cache(maxsize=8)            # of a frozen object that lives as long as the run
+    @functools.lru_cache(maxsize=8)  # of a frozen object that lives as long as the run
     def _block(self, stage: int, quotas: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray]:
         """Whose each place of a block is, and how many of the same source come before it in the block: int64 [BLOCK] both."""
-        keys = key(self.seed, np.array([(self.origin.batch << 20) + stage]), "mixture") ^ key(self.seed, np.array([block]), "block")
+        keys = key(self.seed, np.array([(self.origin.batch << 20) + stage]), "mixture") ^ key(
+            self.seed, np.array([block]), "block"
+        )
         drawn = permute(np.arange(BLOCK), BLOCK, np.repeat(keys, BLOCK))
         whose = np.searchsorted(np.cumsum(quotas), drawn, side="right")
         order = np.argsort(whose, kind="stable")

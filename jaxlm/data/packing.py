@@ -28,14 +28,14 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     order = np.argsort(-lengths, kind="stable")
     out = np.empty(len(lengths), np.int64)
     bins = 0
-    open_bins: dict[int, list[np.ndarray]] = {}          # room left -> bins, as arrays of their numbers
-    rooms: list[int] = []                                # its keys, ascending
+    open_bins: dict[int, list[np.ndarray]] = {}  # room left -> bins, as arrays of their numbers
+    rooms: list[int] = []  # its keys, ascending
     values, starts = np.unique(-lengths[order], return_index=True)
     for length, begin, end in zip((-values).tolist(), starts.tolist(), [*starts[1:].tolist(), len(order)]):
         while begin < end:
             i = bisect.bisect_left(rooms, length)
             left = rooms[i] if i < len(rooms) else room
-            each = left // length                        # a bin that takes one has the least room for the next, too
+            each = left // length  # a bin that takes one has the least room for the next, too
             wanted = -(-(end - begin) // each)
             if i < len(rooms):
                 stack = open_bins[left]
@@ -48,7 +48,7 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
             else:
                 chosen, bins = np.arange(bins, bins + wanted), bins + wanted
             count = min(end - begin, len(chosen) * each)
-            out[order[begin:begin + count]] = np.repeat(chosen, each)[:count]
+            out[order[begin : begin + count]] = np.repeat(chosen, each)[:count]
             begin += count
             full, rest = divmod(count, each)
             for numbers, room_left in ((chosen[:full], left - each * length), (chosen[full:], left - rest * length)):
@@ -73,6 +73,7 @@ class PackedExamples:
       heads: bool [P]: whether a piece begins a document.
       bounds: int64 [N + 1]: example i holds the pieces bounds[i] to bounds[i + 1].
     """
+
     stream: Stream
     length: int
     bytes: int | None
@@ -111,15 +112,15 @@ class PackedExamples:
         """The examples `indices`, int64 [n]; an index past the end gives an example of nothing but padding. `shift` is 0.
 
         Returns:
-          inputs, targets int32 [n, L]; mask bool [n, L]; positions int32 [n, L], from 0 in each segment; segment_ids int32 [n, L],
-          from 1 in each row, 0 for padding.
+          inputs, targets int32 [n, L]; mask bool [n, L]; positions int32 [n, L], from 0 in each segment; segment_ids int32 [n,
+          L], from 1 in each row, 0 for padding.
         """
         indices = np.minimum(np.asarray(indices, np.int64), len(self))
         first, last = self.bounds[indices], self.bounds[np.minimum(indices + 1, len(self))]
         counts = last - first
         pieces = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         lengths = self.lengths[pieces].astype(np.int64)
-        starts = np.cumsum(lengths) - lengths                            # of the pieces, among the tokens of all rows together
+        starts = np.cumsum(lengths) - lengths  # of the pieces, among the tokens of all rows together
         total = int(lengths.sum())
         running = np.arange(total)
         places = running + np.repeat(self.begins[pieces] - starts, lengths)
@@ -128,16 +129,19 @@ class PackedExamples:
         inputs[1:] = targets[:-1]
         before = self.stream.at(np.maximum(self.begins[pieces] - 1, 0)).astype(np.int64)
         inputs[starts] = before if self.context is None else np.where(self.heads[pieces], self.context, before)
-        flat = {"inputs": inputs, "targets": targets,
-                "mask": np.ones(total, bool) if self.stream.loss is None else self.stream.loss_at(places).astype(bool),
-                "positions": running - np.repeat(starts, lengths),
-                "segment_ids": np.repeat(np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts) + 1, lengths)}
+        flat = {
+            "inputs": inputs,
+            "targets": targets,
+            "mask": np.ones(total, bool) if self.stream.loss is None else self.stream.loss_at(places).astype(bool),
+            "positions": running - np.repeat(starts, lengths),
+            "segment_ids": np.repeat(np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts) + 1, lengths),
+        }
         self.stream.check(targets)
         ends = np.cumsum(np.bincount(np.repeat(np.arange(len(indices)), counts), lengths, len(indices)).astype(np.int64)).tolist()
         out = {name: np.zeros((len(indices), self.length), bool if name == "mask" else np.int32) for name in flat}
         for name, array in flat.items():
             for row, (begin, end) in enumerate(zip([0, *ends], ends)):
-                out[name][row, :end - begin] = array[begin:end]
+                out[name][row, : end - begin] = array[begin:end]
         return out
 
     def example(self, index: int) -> dict[str, np.ndarray]:

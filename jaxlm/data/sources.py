@@ -35,6 +35,7 @@ class Corpus:
       skipped: documents that could not be read, left out as config.data.on_bad_record='skip' asks.
       blank: documents without text that were left out.
     """
+
     documents: tuple[bytes, ...]
     files: tuple[str, ...]
     skipped: int
@@ -44,6 +45,7 @@ class Corpus:
 @dataclasses.dataclass
 class Counts:
     """What `documents_of` has left out so far."""
+
     skipped: int = 0
     blank: int = 0
 
@@ -70,18 +72,23 @@ def read_files(files: Sequence[File], extract: Extract, on_bad_record: str, key:
         before, bad = len(documents), counts.skipped
         documents += documents_of(file, extract, on_bad_record, counts)
         if len(documents) == before and file.named:
-            raise DeclarationError(f"{key}: {file.name} has no text ({file.size()} bytes"
-                                   + (f", {counts.skipped - bad} bad records skipped" if counts.skipped > bad else "")
-                                   + "); name a file that has some.")
+            raise DeclarationError(
+                f"{key}: {file.name} has no text ({file.size()} bytes"
+                + (f", {counts.skipped - bad} bad records skipped" if counts.skipped > bad else "")
+                + "); name a file that has some."
+            )
     if not documents:
-        raise DeclarationError(f"{key} = {tuple(names)!r} has no text: {len(files)} files"
-                               + (f", {counts.skipped} bad records skipped" if counts.skipped else "")
-                               + "; name files that have some.")
+        raise DeclarationError(
+            f"{key} = {tuple(names)!r} has no text: {len(files)} files"
+            + (f", {counts.skipped} bad records skipped" if counts.skipped else "")
+            + "; name files that have some."
+        )
     return Corpus(tuple(documents), tuple(file.name for file in files), counts.skipped, counts.blank)
 
 
-def documents_of(file: File, extract: Extract, on_bad_record: str, counts: Counts,
-                 part: tuple[int, int] | None = None) -> Iterator[bytes]:
+def documents_of(
+    file: File, extract: Extract, on_bad_record: str, counts: Counts, part: tuple[int, int] | None = None
+) -> Iterator[bytes]:
     """The documents of one file, read as they are asked for.
 
     Args:
@@ -92,12 +99,15 @@ def documents_of(file: File, extract: Extract, on_bad_record: str, counts: Count
       DeclarationError: a bad record, unless it is to be skipped.
     """
     for place, record in _RECORDS[file.kind](file, part) if file.kind == ".jsonl" else _RECORDS[file.kind](file):
-        text, problem = (None, record) if isinstance(record, str) else (record, "") if isinstance(record, bytes) \
-            else extract(record)
+        text, problem = (
+            (None, record) if isinstance(record, str) else (record, "") if isinstance(record, bytes) else extract(record)
+        )
         if problem and on_bad_record == "fail":
             mend = "" if place == file.name else " Mend the record, or set config.data.on_bad_record='skip'."
-            raise DeclarationError(f"{place} {problem}{';' if not mend else '.'}"
-                                   + (mend or " convert it, for example with iconv -f LATIN1 -t UTF-8."))
+            raise DeclarationError(
+                f"{place} {problem}{';' if not mend else '.'}"
+                + (mend or " convert it, for example with iconv -f LATIN1 -t UTF-8.")
+            )
         if problem:
             counts.skipped += 1
         elif not text.strip():
@@ -108,6 +118,7 @@ def documents_of(file: File, extract: Extract, on_bad_record: str, counts: Count
 
 def text_extract(text_field: str) -> Extract:
     """Takes the text of a field."""
+
     def extract(record: dict) -> tuple[bytes | None, str]:
         if text_field not in record:
             fields = ", ".join(map(repr, list(record)[:8])) or "none"
@@ -118,10 +129,12 @@ def text_extract(text_field: str) -> Extract:
             return record[text_field].encode("utf-8"), ""
         except UnicodeEncodeError:
             return None, f"has half a surrogate pair in the field {text_field!r}, which is no text"
+
     return extract
 
 
-# Readers: a file -> (place, record) pairs, where a record is a dict, the document's bytes, or, as a string, what is wrong with it.
+# Readers: a file -> (place, record) pairs. A record is a dict, the document's bytes, or, as a string, what is wrong with it.
+
 
 def _txt(file: File) -> Iterator[tuple[str, Any]]:
     with file.open() as handle:
@@ -135,7 +148,9 @@ def _utf8(text: bytes, where: str) -> str:
         text.decode("utf-8")
         return ""
     except UnicodeDecodeError as error:
-        return f"is not UTF-8: byte 0x{text[error.start]:02x} at offset {error.start}{where}" + ("" if where else f" ({error.reason})")
+        return f"is not UTF-8: byte 0x{text[error.start]:02x} at offset {error.start}{where}" + (
+            "" if where else f" ({error.reason})"
+        )
 
 
 def _all(handle: Any, file: File) -> bytes:
@@ -143,7 +158,7 @@ def _all(handle: Any, file: File) -> bytes:
         return handle.read()
     except (OSError, EOFError, ValueError) as error:
         raise DeclarationError(f"{file.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    except Exception as error:                                        # zstandard's own
+    except Exception as error:  # zstandard's own
         raise DeclarationError(f"{file.name} cannot be read: {error}.") from None
 
 
@@ -153,13 +168,13 @@ def _lines(file: File, part: tuple[int, int] | None) -> Iterator[tuple[int, byte
     with file.open() as handle:
         if begin:
             handle.seek(begin - 1)
-            handle.readline()                                          # the line that began before
+            handle.readline()  # the line that began before
         place = handle.tell() if part else 0
         number = 0
         while end is None or place < end:
             try:
                 line = handle.readline()
-            except Exception as error:                                 # of the decompressors
+            except Exception as error:  # of the decompressors
                 raise DeclarationError(f"{file.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
             if not line:
                 break
@@ -203,8 +218,10 @@ def _parquet(file: File) -> Iterator[tuple[str, Any]]:
 def _dataset(file: File) -> Iterator[tuple[str, Any]]:
     folder = file.path
     if (folder / "dataset_dict.json").exists():
-        raise DeclarationError(f"{folder} is a data set of several splits; name one of them: "
-                               f"{', '.join(str(p.parent) for p in sorted(folder.glob('*/state.json')))}.")
+        raise DeclarationError(
+            f"{folder} is a data set of several splits; name one of them: "
+            f"{', '.join(str(p.parent) for p in sorted(folder.glob('*/state.json')))}."
+        )
     arrow = needed("pyarrow", "pyarrow", f"{folder}: a Hugging Face data set")
     try:
         state = json.loads((folder / "state.json").read_text("utf-8"))
@@ -228,7 +245,7 @@ def _dataset(file: File) -> Iterator[tuple[str, Any]]:
 def _of_arrow(file: File, batches: Callable[[], Iterable]) -> Iterator[Any]:
     try:
         yield from batches()
-    except (OSError, ValueError) as error:                            # ArrowInvalid is a ValueError
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         raise DeclarationError(f"{file.name} cannot be read: {error}.") from None
 
 
@@ -236,7 +253,7 @@ def _array_record(file: File) -> Iterator[tuple[str, Any]]:
     module = needed("array_record.python.array_record_module", "array_record", f"{file.name}: an ArrayRecord file")
     try:
         reader = module.ArrayRecordReader(str(pathlib.Path(file.path)))
-    except Exception as error:                                        # the library's own
+    except Exception as error:  # the library's own
         raise DeclarationError(f"{file.name} cannot be read as ArrayRecord: {error}.") from None
     try:
         for i in range(reader.num_records()):
@@ -247,5 +264,11 @@ def _array_record(file: File) -> Iterator[tuple[str, Any]]:
         reader.close()
 
 
-_RECORDS = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet, ".arrayrecord": _array_record, ".array_record": _array_record,
-            "dataset": _dataset}
+_RECORDS = {
+    ".txt": _txt,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    ".arrayrecord": _array_record,
+    ".array_record": _array_record,
+    "dataset": _dataset,
+}

@@ -14,20 +14,21 @@ import numpy as np
 
 from jaxlm.errors import RunError
 
-SCANNED = 1 << 24                              # tokens that are looked at together
+SCANNED = 1 << 24  # tokens that are looked at together
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
     """Attributes:
-      parts: unsigned ids [T_i]; the stream is one after the other.
-      ends: int64 [D]: the place behind each document's last token, the last of them the stream's length. None: not known.
-      byte_ends: int64 [D]: the bytes of text up to there. None: not known.
-      loss: uint8 [T_i], beside the parts: whether a token is ever a target. None: all are.
-      fingerprint: what tells this stream from others.
-      limit: ids are below it; checked while they are read, where they come from a file whose ids nobody has counted. None: known
-        to be so.
+    parts: unsigned ids [T_i]; the stream is one after the other.
+    ends: int64 [D]: the place behind each document's last token, the last of them the stream's length. None: not known.
+    byte_ends: int64 [D]: the bytes of text up to there. None: not known.
+    loss: uint8 [T_i], beside the parts: whether a token is ever a target. None: all are.
+    fingerprint: what tells this stream from others.
+    limit: ids are below it; checked while they are read, where they come from a file whose ids nobody has counted. None: known
+      to be so.
     """
+
     parts: tuple[np.ndarray, ...]
     ends: np.ndarray | None = None
     byte_ends: np.ndarray | None = None
@@ -56,7 +57,7 @@ class Stream:
         """Tokens that may be targets."""
         if self.loss is None:
             return len(self)
-        return sum(int(np.count_nonzero(part[i:i + SCANNED])) for part in self.loss for i in range(0, len(part), SCANNED))
+        return sum(int(np.count_nonzero(part[i : i + SCANNED])) for part in self.loss for i in range(0, len(part), SCANNED))
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """The ids [begin, end): a view where they lie in one part."""
@@ -73,7 +74,7 @@ class Stream:
         pieces = []
         while begin < end:
             start, stop = self.starts[i], self.starts[i + 1]
-            pieces.append(parts[i][begin - start:min(end, stop) - start])
+            pieces.append(parts[i][begin - start : min(end, stop) - start])
             begin, i = min(end, stop), i + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else parts[0][:0]
 
@@ -98,42 +99,63 @@ class Stream:
     def check(self, ids: np.ndarray) -> None:
         """Raises RunError where ids that were read are none of the model's."""
         if self.limit is not None and ids.size and int(ids.max()) >= self.limit:
-            raise RunError(f"the token files hold the id {int(ids.max())}, but config.model.vocab_size = {self.limit}: they are of "
-                           "another tokenizer, or of another width (uint16 or uint32) than their header or name says.")
+            raise RunError(
+                f"the token files hold the id {int(ids.max())}, but config.model.vocab_size = {self.limit}: they are of "
+                "another tokenizer, or of another width (uint16 or uint32) than their header or name says."
+            )
 
     def cut(self, begin: int, end: int, byte_begin: int | None = None, byte_end: int | None = None) -> "Stream":
         """The stream of [begin, end); `byte_begin` and `byte_end` are the bytes of text before those places, if known."""
+
         def clip(parts):
             spans = [(max(begin - s, 0), min(end, s + len(p)) - s, p) for s, p in zip(self.starts, parts)]
             return tuple(p[a:b] for a, b, p in spans if a < b) or (parts[0][:0],)
+
         ends = byte_ends = None
         if self.ends is not None:
             first, last = np.searchsorted(self.ends, (begin, end), side="right")
             last = min(int(np.searchsorted(self.ends, end, side="left")), len(self.ends) - 1)
             ends = np.append(self.ends[first:last] - begin, end - begin) if end > begin else self.ends[:0]
             if self.byte_ends is not None and byte_begin is not None and byte_end is not None:
-                byte_ends = np.append(self.byte_ends[first:last] - byte_begin, byte_end - byte_begin) if end > begin \
+                byte_ends = (
+                    np.append(self.byte_ends[first:last] - byte_begin, byte_end - byte_begin)
+                    if end > begin
                     else self.byte_ends[:0]
-        return Stream(clip(self.parts), ends, byte_ends, None if self.loss is None else clip(self.loss),
-                      f"{self.fingerprint}[{begin}:{end}]", self.limit)
+                )
+        return Stream(
+            clip(self.parts),
+            ends,
+            byte_ends,
+            None if self.loss is None else clip(self.loss),
+            f"{self.fingerprint}[{begin}:{end}]",
+            self.limit,
+        )
 
 
 def joined(streams: Sequence[Stream]) -> Stream:
     """One stream after the other."""
     if len(streams) == 1:
         return streams[0]
+
     def shifted(arrays, sizes):
         if any(array is None for array in arrays) or any(size is None for size in sizes):
             return None
         return np.concatenate([array + before for array, before in zip(arrays, itertools.accumulate([0, *sizes]))])
+
     ends = shifted([s.ends for s in streams], [len(s) for s in streams])
     byte_ends = shifted([s.byte_ends for s in streams], [s.bytes for s in streams])
     loss = None
     if any(s.loss is not None for s in streams):
         loss = tuple(p for s in streams for p in (s.loss or [np.ones(len(part), np.uint8) for part in s.parts]))
     limits = [s.limit for s in streams if s.limit is not None]
-    return Stream(tuple(part for s in streams for part in s.parts), ends, byte_ends, loss,
-                  " ".join(s.fingerprint for s in streams), min(limits) if limits else None)
+    return Stream(
+        tuple(part for s in streams for part in s.parts),
+        ends,
+        byte_ends,
+        loss,
+        " ".join(s.fingerprint for s in streams),
+        min(limits) if limits else None,
+    )
 
 
 def with_documents(stream: Stream, eos_id: int | None) -> Stream:
@@ -143,7 +165,7 @@ def with_documents(stream: Stream, eos_id: int | None) -> Stream:
     found = []
     for part, start in zip(stream.parts, stream.starts):
         for i in range(0, len(part) if eos_id is not None else 0, SCANNED):
-            found.append(np.flatnonzero(part[i:i + SCANNED] == eos_id) + (start + i + 1))
+            found.append(np.flatnonzero(part[i : i + SCANNED] == eos_id) + (start + i + 1))
     ends = np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)
     if len(stream) and (not len(ends) or ends[-1] != len(stream)):
         ends = np.append(ends, len(stream))

@@ -1,14 +1,14 @@
 """A token cache: a folder with a corpus as tokens, written once by `python -m jaxlm.tokenize` and then mapped into memory.
 
-    manifest.json     what it was made of and by (source files and their hashes, the tokenizer's hash, options), counts, and the sizes
-                      and checksums of the files below; written last, so that a cache without it is unfinished
+    manifest.json     what it was made of and by (source files and their hashes, the tokenizer's hash, options), counts, and the
+                      sizes and checksums of the files below; written last, so that a cache without it is unfinished
     tokens.bin        ids, uint16 or uint32, little-endian
     ends.bin          int64 [documents]: the place behind each document's last token
     byte_ends.bin     int64 [documents]: the bytes of text up to there
     loss.bin          uint8, for chats: whether a token is a target
 
-While it is made there are `plan.json` and `parts/`, one group of files for each part of the corpus that is done. A part is renamed
-into place when it is whole; what was killed goes on with those that are not.
+While it is made there are `plan.json` and `parts/`, one group of files for each part of the corpus that is done. A part is
+renamed into place when it is whole; what was killed goes on with those that are not.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from jaxlm.data.tokenizer import Tokenizer
 from partitioning.declaration import DeclarationError
 
 FORMAT = 1
-ARRAYS = {"tokens.bin": None, "ends.bin": "<i8", "byte_ends.bin": "<i8", "loss.bin": "u1"}      # None: of the manifest
-SAMPLE = 1 << 16                               # bytes of a file's beginning, middle and end that are checked at every opening
+ARRAYS = {"tokens.bin": None, "ends.bin": "<i8", "byte_ends.bin": "<i8", "loss.bin": "u1"}  # None: of the manifest
+SAMPLE = 1 << 16  # bytes of a file's beginning, middle and end that are checked at every opening
 # Options that make other tokens of the same text; config.data has them under these names.
 OPTIONS = ("content", "bos", "eos", "text_field")
 
@@ -40,7 +40,9 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """
     path = folder / CACHE
     if not path.is_file():
-        raise DeclarationError(f"{folder} is an unfinished token cache; run the same python -m jaxlm.tokenize again to finish it.")
+        raise DeclarationError(
+            f"{folder} is an unfinished token cache; run the same python -m jaxlm.tokenize again to finish it."
+        )
     try:
         manifest = json.loads(path.read_text("utf-8"))
         if manifest["crc32"] != crc_of({k: v for k, v in manifest.items() if k != "crc32"}):
@@ -48,7 +50,9 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
         if manifest["format"] != FORMAT:
             raise ValueError(f"it has format {manifest['format']}, and this version reads {FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DeclarationError(f"{path} is no manifest of a token cache as it was written: {error}; make the cache anew.") from None
+        raise DeclarationError(
+            f"{path} is no manifest of a token cache as it was written: {error}; make the cache anew."
+        ) from None
     return manifest
 
 
@@ -76,7 +80,7 @@ def sample(path: pathlib.Path, size: int) -> str:
 
 
 def damage(folder: pathlib.Path, manifest: dict[str, Any], *, whole: bool) -> list[str]:
-    """A line for each file that is not as the manifest says; `whole` reads every byte, otherwise sizes and samples are compared."""
+    """A line for each file that is not as the manifest says. `whole` reads every byte; else sizes and samples are compared."""
     out = []
     for name, facts in manifest["files"].items():
         path = folder / name
@@ -102,22 +106,39 @@ def open_cache(file: File, tokenizer: Tokenizer, options: dict[str, Any]) -> Str
     manifest = read_manifest(folder)
     found = damage(folder, manifest, whole=False)
     if found:
-        raise DeclarationError(f"{folder} is not as its manifest says: {'; '.join(found)}. Make the cache anew, or copy it again.")
+        raise DeclarationError(
+            f"{folder} is not as its manifest says: {'; '.join(found)}. Make the cache anew, or copy it again."
+        )
     theirs = manifest["tokenizer"]
     if theirs["sha256"] != tokenizer.sha256:
-        raise DeclarationError(f"{folder} was tokenized with {theirs['name']!r} (sha256 {theirs['sha256'][:12]}), but "
-                               f"config.data.tokenizer = {tokenizer.name!r} is another (sha256 {tokenizer.sha256[:12]}); set the one "
-                               "it was made with, or make the cache anew.")
-    ours = {**options, "bos_id": tokenizer.bos_id if options["bos"] else None, "eos_id": tokenizer.eos_id if options["eos"] else None}
+        raise DeclarationError(
+            f"{folder} was tokenized with {theirs['name']!r} (sha256 {theirs['sha256'][:12]}), but "
+            f"config.data.tokenizer = {tokenizer.name!r} is another (sha256 {tokenizer.sha256[:12]}); set the one "
+            "it was made with, or make the cache anew."
+        )
+    ours = {
+        **options,
+        "bos_id": tokenizer.bos_id if options["bos"] else None,
+        "eos_id": tokenizer.eos_id if options["eos"] else None,
+    }
     for name, value in ours.items():
         if manifest["options"].get(name) != value and not (name == "text_field" and options["content"] != "text"):
-            raise DeclarationError(f"{folder} was made with {name} = {manifest['options'].get(name)!r}, but the configuration says "
-                                   f"{value!r} (config.data.{name}); set that, or make the cache anew.")
-    arrays = {name: mapped(folder / name, np.dtype(kind or manifest["dtype"]).newbyteorder("<")) for name, kind in ARRAYS.items()
-              if name in manifest["files"]}
-    return Stream((arrays["tokens.bin"],), arrays["ends.bin"], arrays["byte_ends.bin"],
-                  (arrays["loss.bin"],) if "loss.bin" in arrays else None,
-                  ":".join(facts["crc32"] for facts in manifest["files"].values()))
+            raise DeclarationError(
+                f"{folder} was made with {name} = {manifest['options'].get(name)!r}, but the configuration says "
+                f"{value!r} (config.data.{name}); set that, or make the cache anew."
+            )
+    arrays = {
+        name: mapped(folder / name, np.dtype(kind or manifest["dtype"]).newbyteorder("<"))
+        for name, kind in ARRAYS.items()
+        if name in manifest["files"]
+    }
+    return Stream(
+        (arrays["tokens.bin"],),
+        arrays["ends.bin"],
+        arrays["byte_ends.bin"],
+        (arrays["loss.bin"],) if "loss.bin" in arrays else None,
+        ":".join(facts["crc32"] for facts in manifest["files"].values()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +147,7 @@ class Encoded:
 
     tokens [T]; ends int64 [D]; byte_ends int64 [D]; loss uint8 [T] or None.
     """
+
     tokens: np.ndarray
     ends: np.ndarray
     byte_ends: np.ndarray

@@ -55,14 +55,18 @@ def read_bin(path: pathlib.Path, *, dtype: str, vocab_size: int, limit: int) -> 
     if magic[0] in MAGIC and magic[1] == 1:
         kind, offset, count = np.dtype(MAGIC[magic[0]]), HEADER, magic[2] & 0xFFFFFFFF
         if size != HEADER + count * kind.itemsize:
-            raise DeclarationError(f"{path}: its header says {count:,} tokens of {kind.itemsize} bytes, but {size - HEADER:,} bytes "
-                                   "follow; it is cut off or damaged.")
+            raise DeclarationError(
+                f"{path}: its header says {count:,} tokens of {kind.itemsize} bytes, but {size - HEADER:,} bytes "
+                "follow; it is cut off or damaged."
+            )
     else:
-        name = dtype if dtype != "auto" else "uint16" if vocab_size <= 2 ** 16 else "uint32"
+        name = dtype if dtype != "auto" else "uint16" if vocab_size <= 2**16 else "uint32"
         kind = np.dtype(name)
         if size % kind.itemsize:
-            raise DeclarationError(f"{path} has {size:,} bytes, which is no whole number of {name} ids; it is cut off, or "
-                                   "config.data.token_dtype is wrong.")
+            raise DeclarationError(
+                f"{path} has {size:,} bytes, which is no whole number of {name} ids; it is cut off, or "
+                "config.data.token_dtype is wrong."
+            )
     tokens = mapped(path, kind.newbyteorder("<"), offset, count)
     return Stream((tokens,), fingerprint=fingerprint(path, tokens), limit=limit)
 
@@ -71,22 +75,26 @@ def fingerprint(path: pathlib.Path, tokens: np.ndarray) -> str:
     """Of a file that may be too large to read whole: its length and 64 stretches of it."""
     digest = hashlib.sha256(str(tokens.nbytes).encode())
     for place in np.linspace(0, max(len(tokens) - 2048, 0), 64).astype(int).tolist():
-        digest.update(np.ascontiguousarray(tokens[place:place + 2048]))
+        digest.update(np.ascontiguousarray(tokens[place : place + 2048]))
     return digest.hexdigest()
 
 
 def _megatron(path: pathlib.Path, index: pathlib.Path, limit: int) -> Stream:
     head = index.read_bytes()[:34]
     if head[:9] != MEGATRON or len(head) < 34:
-        raise DeclarationError(f"{index}, beside {path.name}, is no index of Megatron's; rename it if it belongs to something else.")
+        raise DeclarationError(
+            f"{index}, beside {path.name}, is no index of Megatron's; rename it if it belongs to something else."
+        )
     version, code, sequences, documents = struct.unpack("<QBQQ", head[9:34])
     if version != 1 or code not in MEGATRON_DTYPES:
         raise DeclarationError(f"{index} has version {version} and dtype code {code}; expected version 1 and integers.")
     kind = np.dtype(MEGATRON_DTYPES[code])
     need = 34 + 12 * sequences + 8 * documents
     if index.stat().st_size < need:
-        raise DeclarationError(f"{index} has {index.stat().st_size:,} bytes; {sequences:,} sequences and {documents:,} documents "
-                               f"need {need:,}. It is cut off.")
+        raise DeclarationError(
+            f"{index} has {index.stat().st_size:,} bytes; {sequences:,} sequences and {documents:,} documents "
+            f"need {need:,}. It is cut off."
+        )
     sizes = mapped(index, "<i4", 34, sequences)
     pointers = mapped(index, "<i8", 34 + 4 * sequences, sequences)
     first = mapped(index, "<i8", 34 + 12 * sequences, documents)

@@ -1,8 +1,8 @@
 """A corpus into a token cache: in parts, several at a time, each of them durable when it is done.
 
-The corpus is cut into parts (stretches of a .jsonl file, whole files otherwise) that do not depend on the number of workers; a worker
-writes a part's arrays beside the others, then its counts, and renames those into place. What was killed finds the parts that
-are done and makes the others. In the end the parts are put one after the other, and the manifest is written last.
+The corpus is cut into parts (stretches of a .jsonl file, whole files otherwise) that do not depend on the number of workers; a
+worker writes a part's arrays beside the others, then its counts, and renames those into place. What was killed finds the parts
+that are done and makes the others. In the end the parts are put one after the other, and the manifest is written last.
 """
 
 import collections
@@ -28,9 +28,9 @@ from jaxlm.data.sources import Counts, documents_of
 from jaxlm.data.token_cache import ARRAYS, FORMAT, checksums, crc_of, read_manifest
 from partitioning.declaration import DeclarationError
 
-PART = 8 << 20                                 # bytes of a .jsonl file in a part
-GROUP = 2 << 20                                # bytes of text that are encoded together
-_encoder: Encoder | None = None                # in a worker: what it encodes with
+PART = 8 << 20  # bytes of a .jsonl file in a part
+GROUP = 2 << 20  # bytes of text that are encoded together
+_encoder: Encoder | None = None  # in a worker: what it encodes with
 
 
 def make_cache(config: DataConfig, out: pathlib.Path, *, workers: int, progress: Callable[[int, int], None]) -> dict[str, Any]:
@@ -51,7 +51,9 @@ def make_cache(config: DataConfig, out: pathlib.Path, *, workers: int, progress:
     if (out / CACHE).exists():
         if read_manifest(out)["plan_crc32"] == crc_of(plan):
             return read_manifest(out)
-        raise DeclarationError(f"{out} holds a token cache of other text, another tokenizer or other options; give another --out.")
+        raise DeclarationError(
+            f"{out} holds a token cache of other text, another tokenizer or other options; give another --out."
+        )
     _start(out, plan)
     units = plan["units"]
     done = {i: facts for i in range(len(units)) if (facts := _facts(out, i)) is not None}
@@ -90,17 +92,24 @@ def _plan(config: DataConfig, encoder: Encoder) -> dict[str, Any]:
         for begin in range(0, max(size, 1), PART if cut else max(size, 1)):
             end = min(begin + PART, size) if cut else size
             units.append({"source": len(sources) - 1, "bytes": end - begin, "part": [begin, end] if cut else None})
-    return {"sources": sources, "units": units, "tokenizer": encoder.tokenizer.sha256, "on_bad_record": config.on_bad_record,
-            "template": encoder.template.source if encoder.template else None,
-            "options": {**encoder.options, "bos_id": encoder.bos, "eos_id": encoder.eos}}
+    return {
+        "sources": sources,
+        "units": units,
+        "tokenizer": encoder.tokenizer.sha256,
+        "on_bad_record": config.on_bad_record,
+        "template": encoder.template.source if encoder.template else None,
+        "options": {**encoder.options, "bos_id": encoder.bos, "eos_id": encoder.eos},
+    }
 
 
 def _start(out: pathlib.Path, plan: dict[str, Any]) -> None:
     path = out / "plan.json"
     if path.exists():
         if json.loads(path.read_text("utf-8")) != json.loads(json.dumps(plan)):
-            raise DeclarationError(f"{out} holds the beginning of a token cache of other text (the sources may have changed since), "
-                                   "another tokenizer or other options; remove it, or give another --out.")
+            raise DeclarationError(
+                f"{out} holds the beginning of a token cache of other text (the sources may have changed since), "
+                "another tokenizer or other options; remove it, or give another --out."
+            )
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DeclarationError(f"--out={out} is there and holds no token cache; give a folder that is empty or new.")
@@ -126,7 +135,7 @@ def _facts(out: pathlib.Path, i: int) -> dict[str, Any] | None:
 def _begin(config: DataConfig, parent: int) -> None:
     """A worker's first act. It ends when the process that started it does, however that ends."""
     global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"     # the workers are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     _encoder = make_encoder(config)
 
     def watch() -> None:
@@ -148,8 +157,12 @@ def _make_part(out: str, i: int, unit: dict[str, Any], on_bad_record: str) -> di
     documents = documents_of(file, encoder.extract, on_bad_record, counts, tuple(unit["part"]) if unit["part"] else None)
     for some in groups(documents):
         encoded = encoder.encode(some)
-        arrays = {"tokens.bin": encoded.tokens, "ends.bin": encoded.ends + totals["tokens"],
-                  "byte_ends.bin": encoded.byte_ends + totals["bytes"], "loss.bin": encoded.loss}
+        arrays = {
+            "tokens.bin": encoded.tokens,
+            "ends.bin": encoded.ends + totals["tokens"],
+            "byte_ends.bin": encoded.byte_ends + totals["bytes"],
+            "loss.bin": encoded.loss,
+        }
         for name, handle in handles.items():
             array = arrays[name]
             handle.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
@@ -192,8 +205,10 @@ def _finish(out: pathlib.Path, plan: dict[str, Any], facts: list[dict[str, Any]]
     """Puts the parts one after the other and writes the manifest."""
     totals = {name: sum(f[name] for f in facts) for name in ("documents", "tokens", "bytes", "skipped", "blank")}
     if not totals["documents"]:
-        raise DeclarationError(f"config.data.train = {config.train!r} has no text ({totals['skipped']} bad records skipped); name "
-                               f"files that have some, and remove {out}.")
+        raise DeclarationError(
+            f"config.data.train = {config.train!r} has no text ({totals['skipped']} bad records skipped); name "
+            f"files that have some, and remove {out}."
+        )
     alone = totals["documents"] == 1 and encoder.eos is not None and encoder.template is None
     dtype = encoder.tokenizer.dtype
     names = [name for name in ARRAYS if name != "loss.bin" or encoder.template is not None]
@@ -209,7 +224,7 @@ def _finish(out: pathlib.Path, plan: dict[str, Any], facts: list[dict[str, Any]]
                 else:
                     with open(piece, "rb") as handle:
                         shutil.copyfileobj(handle, whole, 1 << 22)
-            if alone and name == "tokens.bin":       # a corpus of one document has nothing that an end token would stand between
+            if alone and name == "tokens.bin":  # a corpus of one document has nothing that an end token would stand between
                 whole.truncate((totals["tokens"] - 1) * dtype.itemsize)
             whole.flush()
             os.fsync(whole.fileno())
@@ -221,11 +236,22 @@ def _finish(out: pathlib.Path, plan: dict[str, Any], facts: list[dict[str, Any]]
         source |= {name: source.get(name, 0) + part[name] for name in ("documents", "tokens", "skipped", "blank")}
         source["sha256"] = part.get("sha256", source.get("sha256"))
     tokenizer = encoder.tokenizer
-    manifest = {"format": FORMAT, "dtype": dtype.name, **totals, "sources": sources,
-                "tokenizer": {"name": tokenizer.name, "kind": tokenizer.kind, "sha256": tokenizer.sha256,
-                              "vocab_size": tokenizer.vocab_size},
-                "options": plan["options"], "made_by": {k: v for k, v in to_dict(config).items() if k in ("train", "tokenizer")},
-                "plan_crc32": crc_of(plan), "files": {name: checksums(out / name) for name in names}}
+    manifest = {
+        "format": FORMAT,
+        "dtype": dtype.name,
+        **totals,
+        "sources": sources,
+        "tokenizer": {
+            "name": tokenizer.name,
+            "kind": tokenizer.kind,
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+        },
+        "options": plan["options"],
+        "made_by": {k: v for k, v in to_dict(config).items() if k in ("train", "tokenizer")},
+        "plan_crc32": crc_of(plan),
+        "files": {name: checksums(out / name) for name in names},
+    }
     manifest = json.loads(json.dumps(manifest))
     _write(out / CACHE, json.dumps({**manifest, "crc32": crc_of(manifest)}, indent=1) + "\n")
     shutil.rmtree(out / "parts", ignore_errors=True)
@@ -250,18 +276,29 @@ def train_bpe(config: DataConfig, vocab_size: int, out: pathlib.Path) -> int:
 
     from jaxlm.data.sources import text_extract
     from jaxlm.data.tokenizer_files import RANKS
+
     if vocab_size < 257:
         raise DeclarationError(f"--vocab_size={vocab_size}; expected at least 257: the bytes and the end token.")
     files, counts = find_files(config.train, "config.data.train"), Counts()
     model = tokenizers.Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(RANKS["cl100k_base"][0]), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(RANKS["cl100k_base"][0]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|endoftext|>"], show_progress=sys.stderr.isatty(),
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    texts = (document.decode("utf-8") for file in files
-             for document in documents_of(file, text_extract(config.text_field), config.on_bad_record, counts))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        show_progress=sys.stderr.isatty(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    texts = (
+        document.decode("utf-8")
+        for file in files
+        for document in documents_of(file, text_extract(config.text_field), config.on_bad_record, counts)
+    )
     model.train_from_iterator(texts, trainer)
     out.mkdir(parents=True, exist_ok=True)
     model.save(str(out / "tokenizer.json"))
