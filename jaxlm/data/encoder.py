@@ -5,6 +5,7 @@ conversation what its template writes. Both in a training run and in `python -m 
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ class Encoder:
     """Attributes:
     bos, eos: ids around a document of text, or None.
     template: for chats.
-    options: config.data's values of OPTIONS, which a cache's must equal.
+    options: what makes these tokens of a text; a cache's must be equal.
     """
 
     tokenizer: Tokenizer
@@ -115,7 +116,12 @@ def make_encoder(config: DataConfig) -> Encoder:
         tokenizer.bos_id if config.bos else None,
         tokenizer.eos_id if config.eos else None,
         template,
-        {name: getattr(config, name) for name in OPTIONS},
+        {
+            **{name: getattr(config, name) for name in OPTIONS if config.content == "text" or name == "content"},
+            "template_sha256": hashlib.sha256(template.source.encode()).hexdigest() if template else None,
+            "bos_id": tokenizer.bos_id if config.bos and template is None else None,
+            "eos_id": tokenizer.eos_id if config.eos and template is None else None,
+        },
         extract,
         config.on_bad_record == "skip",
     )

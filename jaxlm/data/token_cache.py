@@ -97,7 +97,7 @@ def open_cache(file: File, tokenizer: Tokenizer, options: dict[str, Any]) -> Str
     """The stream of a token cache.
 
     Args:
-      options: what the configuration says of OPTIONS.
+      options: of the encoder that the configuration declares.
 
     Raises:
       DeclarationError: it is unfinished, damaged, or of another tokenizer or other options.
@@ -116,16 +116,13 @@ def open_cache(file: File, tokenizer: Tokenizer, options: dict[str, Any]) -> Str
             f"config.data.tokenizer = {tokenizer.name!r} is another (sha256 {tokenizer.sha256[:12]}); set the one "
             "it was made with, or make the cache anew."
         )
-    ours = {
-        **options,
-        "bos_id": tokenizer.bos_id if options["bos"] else None,
-        "eos_id": tokenizer.eos_id if options["eos"] else None,
-    }
-    for name, value in ours.items():
-        if manifest["options"].get(name) != value and not (name == "text_field" and options["content"] != "text"):
+    for name in sorted({*options, *manifest["options"]}):
+        theirs, ours = manifest["options"].get(name), options.get(name)
+        if theirs != ours:
+            key = {"bos_id": "bos_token", "eos_id": "eos_token", "template_sha256": "chat_template"}.get(name, name)
             raise DeclarationError(
-                f"{folder} was made with {name} = {manifest['options'].get(name)!r}, but the configuration says "
-                f"{value!r} (config.data.{name}); set that, or make the cache anew."
+                f"{folder} was made with {name} = {theirs!r}, but the configuration says {ours!r} (config.data.{key}); "
+                "set what it was made with, or make the cache anew."
             )
     arrays = {
         name: mapped(folder / name, np.dtype(kind or manifest["dtype"]).newbyteorder("<"))

@@ -97,8 +97,7 @@ def _plan(config: DataConfig, encoder: Encoder) -> dict[str, Any]:
         "units": units,
         "tokenizer": encoder.tokenizer.sha256,
         "on_bad_record": config.on_bad_record,
-        "template": encoder.template.source if encoder.template else None,
-        "options": {**encoder.options, "bos_id": encoder.bos, "eos_id": encoder.eos},
+        "options": encoder.options,
     }
 
 
