@@ -28,7 +28,7 @@ from jaxlm.data.sources import Counts, documents_of
 from jaxlm.data.token_cache import ARRAYS, FORMAT, checksums, crc_of, read_manifest
 from partitioning.declaration import DeclarationError
 
-PART = 8 << 20  # bytes of a .jsonl file in a part
+PARTS, SMALLEST, LARGEST = 256, 1 << 20, 64 << 20  # of all text, and the bytes of a .jsonl file in one
 GROUP = 2 << 20  # bytes of text that are encoded together
 _encoder: Encoder | None = None  # in a worker: what it encodes with
 
@@ -61,6 +61,8 @@ def make_cache(config: DataConfig, out: pathlib.Path, *, workers: int, progress:
     progress(ready, total)
     waiting = [i for i in range(len(units)) if i not in done]
     if waiting:
+        global _encoder
+        _encoder = encoder  # for workers that are forked; others make their own
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(waiting)), context, _begin, (config, os.getpid()))
         with pool:
@@ -84,13 +86,14 @@ def _plan(config: DataConfig, encoder: Encoder) -> dict[str, Any]:
     if tokens:
         raise DeclarationError(f"config.data.train: {tokens[0]} holds tokens already; name files of text.")
     sources, units = [], []
-    for file in files:
-        size = file.size()
+    sizes = [file.size() for file in files]
+    step = min(max(sum(sizes) // PARTS, SMALLEST), LARGEST)
+    for file, size in zip(files, sizes):
         changed = 0 if file.remote or file.path.is_dir() else file.path.stat().st_mtime_ns
         sources.append({"file": file.name, "bytes": size, "changed": changed})
         cut = file.kind == ".jsonl" and not file.compression and not file.remote
-        for begin in range(0, max(size, 1), PART if cut else max(size, 1)):
-            end = min(begin + PART, size) if cut else size
+        for begin in range(0, max(size, 1), step if cut else max(size, 1)):
+            end = min(begin + step, size) if cut else size
             units.append({"source": len(sources) - 1, "bytes": end - begin, "part": [begin, end] if cut else None})
     return {
         "sources": sources,
@@ -135,7 +138,7 @@ def _begin(config: DataConfig, parent: int) -> None:
     """A worker's first act. It ends when the process that started it does, however that ends."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    _encoder = make_encoder(config)
+    _encoder = _encoder or make_encoder(config)
 
     def watch() -> None:
         while os.getppid() == parent:
