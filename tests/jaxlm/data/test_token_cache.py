@@ -1,0 +1,173 @@
+"""A cache holds what training on the text itself would read, however it was made and however often it was killed meanwhile."""
+
+import contextlib
+import io
+import json
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxlm import tokenize
+from jaxlm.commandline import run
+from jaxlm.config import DataConfig
+from jaxlm.data import open_data, tokenizing
+from partitioning.declaration import DeclarationError
+from tests.system.commands import environment
+
+SHARED = pathlib.Path(__file__).parents[4] / "shared" / "data"
+
+
+def make(out, *names, status=0, **options):
+    words = [f"--config.data.{name}={value}" for name, value in options.items()]
+    train = f"--config.data.train={tuple(map(str, names))!r}"
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        assert run(tokenize.main, tokenize.arguments(), [train, f"--out={out}", "--workers=2", *words]) == status, text.getvalue()
+    return text.getvalue()
+
+
+def rows(config):
+    data = open_data(config, 300)
+    out = {name: examples.gather(np.arange(len(examples))) for name, examples in (("train", data.train), ("eval", data.eval)) if examples}
+    return out, data
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizing, "SMALLEST", 300)      # small parts of a small corpus
+    texts = [f"Document {i}: " + "naïve café 🙂 " * (i % 7 + 1) for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n\n" for t in texts), "utf-8")
+    (tmp_path / "b.txt").write_text("One more, in a file of its own.", "utf-8")
+    return tmp_path / "a.jsonl", tmp_path / "b.txt"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "byte_level"])
+@pytest.mark.parametrize("pack", ["split", "best_fit"])
+def test_a_cache_is_trained_on_as_the_text_is(tmp_path, corpus, build, tokenizer, pack):
+    if tokenizer != "bytes":
+        tokenizer = build(tmp_path / "tokenizer.json")
+    said = make(tmp_path / "cache", *corpus, tokenizer=tokenizer)
+    assert "61 documents" in said and f"--config.data.train={tmp_path / 'cache'}" in said
+    manifest = json.loads((tmp_path / "cache" / "manifest.json").read_text())
+    assert [source["documents"] for source in manifest["sources"]] == [60, 1] and len(manifest["sources"][1]["sha256"]) == 64
+    assert not (tmp_path / "cache" / "parts").exists()
+    options = dict(tokenizer=tokenizer, sequence_length=16, pack=pack, eval_fraction=0.0)
+    (of_text, text), (of_cache, cache) = (rows(DataConfig(train=tuple(map(str, names)), **options))
+                                          for names in (corpus, (tmp_path / "cache",)))
+    for name, array in of_text["train"].items():
+        assert np.array_equal(of_cache["train"][name], array), name
+    assert cache.train.bytes == text.train.bytes
+    assert "finished" not in make(tmp_path / "cache", *corpus, tokenizer=tokenizer), "made again, it is there already"
+
+
+def test_the_end_of_a_cache_is_held_out_with_its_bytes_counted(tmp_path, corpus):
+    make(tmp_path / "cache", *corpus)
+    _, data = rows(DataConfig(train=(str(tmp_path / "cache"),), sequence_length=16, eval_fraction=0.3))
+    ends = (data.eval.stream.read(0, len(data.eval.stream)) == 256).sum()
+    assert data.eval.bytes == data.eval.targets - ends, "a byte a token, but for the end tokens"
+    assert data.train.bytes + data.eval.bytes == sum(len(json.loads(line)["text"].encode()) for line in
+                                                     corpus[0].read_text("utf-8").split("\n\n") if line) + 31
+
+
+def test_one_document_has_no_end_token_and_chats_keep_their_targets(tmp_path, corpus):
+    make(tmp_path / "one", corpus[1])
+    (of_text, _), (of_cache, _) = (rows(DataConfig(train=(str(name),), sequence_length=8, eval_fraction=0.0))
+                                   for name in (corpus[1], tmp_path / "one"))
+    assert np.array_equal(of_text["train"]["targets"], of_cache["train"]["targets"])
+    pytest.importorskip("jinja2")
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text("".join(json.dumps({"prompt": f"How much is {i}?", "completion": f"It is {i}."}) + "\n" for i in range(20)))
+    options = dict(content="chat", chat_template="{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}"
+                   "{% endgeneration %}{% endfor %}")
+    make(tmp_path / "chats", chat, **options)
+    options |= dict(sequence_length=64, eval_fraction=0.0, pack="best_fit")
+    (of_text, _), (of_cache, _) = (rows(DataConfig(train=(str(name),), **options)) for name in (chat, tmp_path / "chats"))
+    assert all(np.array_equal(of_text["train"][name], of_cache["train"][name]) for name in of_text["train"])
+    assert 0 < of_cache["train"]["mask"].sum() < (of_cache["train"]["segment_ids"] > 0).sum()
+
+
+def test_a_cache_that_is_not_what_its_manifest_says_is_refused(tmp_path, corpus, build):
+    cache = tmp_path / "cache"
+    make(cache, *corpus)
+    def refused(match, **options):
+        with pytest.raises(DeclarationError, match=match):
+            open_data(DataConfig(**{"train": (str(cache),), "sequence_length": 8, **options}), 300)
+    refused("is another .* set the one it was made with", tokenizer=build(tmp_path / "tokenizer.json"))
+    refused("was made with eos = True, but the configuration says False", eos=False)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert run(tokenize.main, tokenize.arguments(), ["--check", f"--out={cache}"]) == 0
+    assert "every byte is as it was written" in text.getvalue()
+    tokens = bytearray((cache / "tokens.bin").read_bytes())
+    (cache / "tokens.bin").write_bytes(tokens[:-2])
+    refused("tokens.bin has .* bytes, not")
+    tokens[len(tokens) // 2] ^= 1
+    (cache / "tokens.bin").write_bytes(tokens)
+    refused("tokens.bin is not as it was written")
+    manifest = json.loads((cache / "manifest.json").read_text())
+    (cache / "manifest.json").write_text(json.dumps({**manifest, "documents": 1}))
+    refused("its checksum differs")
+    (cache / "manifest.json").unlink()
+    (cache / "plan.json").write_text("{}")
+    refused("is an unfinished token cache; run the same python -m jaxlm.tokenize again")
+
+
+def test_what_lies_in_the_way_is_not_overwritten(tmp_path, corpus):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.md").write_text("x")
+    assert "holds no token cache" in make(tmp_path / "mine", *corpus, status=2)
+    make(tmp_path / "cache", *corpus)
+    assert "of other text, another tokenizer or other options" in make(tmp_path / "cache", corpus[1], status=2)
+    assert "holds tokens already" in make(tmp_path / "again", tmp_path / "cache", status=2)
+
+
+def test_a_bad_record_stops_it_or_is_counted(tmp_path, corpus):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "good"}\n{"text": \n' + '{"text": " "}\n')
+    assert "bad.jsonl:2 is not JSON" in make(tmp_path / "cache", bad, status=2)
+    said = make(tmp_path / "other", bad, on_bad_record="skip")
+    assert "1 bad records were skipped" in said and "1 documents without text" in said
+
+
+@pytest.mark.skipif(not (SHARED / "austen.txt").exists(), reason="needs ../shared/data/austen.txt")
+def test_killed_at_random_moments_it_goes_on_and_ends_the_same(tmp_path):
+    """kill -9 of the command; its workers end with it, and the cache is the one of a run that nobody disturbed."""
+    text = (SHARED / "austen.txt").read_text("utf-8")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text[i:i + 2000]}) + "\n" for i in range(0, len(text), 2000)) * 2, "utf-8")     # 8 parts
+    command = [sys.executable, "-m", "jaxlm.tokenize", f"--config.data.train={corpus}",
+               f"--config.data.tokenizer={SHARED / 'gpt2_encoder.json'}", "--workers=2"]
+    dice, kills, parts = random.Random(0), 0, tmp_path / "killed" / "parts"
+    while kills < 3:
+        process = subprocess.Popen([*command, f"--out={tmp_path / 'killed'}"], env=environment(), stdout=subprocess.DEVNULL)
+        wanted = len(list(parts.glob("*.json"))) + 1
+        while process.poll() is None and len(list(parts.glob("*.json"))) < wanted:
+            time.sleep(0.005)
+        time.sleep(dice.random() / 5)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        time.sleep(0.7)                        # the workers look every half second whether their parent is there
+    assert 3 <= len(list(parts.glob("*.json"))) and not (parts.parent / "manifest.json").exists()
+    subprocess.run([*command, f"--out={tmp_path / 'killed'}"], env=environment(), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, f"--out={tmp_path / 'whole'}"], env=environment(), check=True, stdout=subprocess.DEVNULL)
+    for name in ("tokens.bin", "ends.bin", "byte_ends.bin", "manifest.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert {p.name for p in (tmp_path / "killed").iterdir()} == {"tokens.bin", "ends.bin", "byte_ends.bin", "manifest.json"}
+
+
+def test_a_tokenizer_is_trained_on_a_corpus_and_read_again(tmp_path, corpus):
+    out = tmp_path / "bpe"
+    words = ["--train", "--vocab_size=300", f"--out={out}", f"--config.data.train={corpus[0]}"]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert run(tokenize.main, tokenize.arguments(), words) == 0
+    assert "300 ids" in text.getvalue()
+    data = open_data(DataConfig(train=(str(corpus[0]),), tokenizer=str(out), sequence_length=16), 300)
+    assert data.tokenizer.eos_id == 0 and data.train.bytes / data.train.targets > 1.5
+    shutil.rmtree(out)
