@@ -135,8 +135,8 @@ def bench_tokenize(folder: pathlib.Path, tokenizer: str, text: str) -> None:
         for start in range(0, len(documents), 1000):
             model.encode_batch_fast(documents[start : start + 1000], add_special_tokens=False)
         rates["the library"].append(size / (time.perf_counter() - begun))
-        command = [sys.executable, "-m", "jaxlm.tokenize", f"--config.data.train={corpus}", f"--config.data.tokenizer={tokenizer}",
-                   f"--out={folder / f'cache{i}'}", "--json"]
+        command = [sys.executable, "-m", "jaxlm.tokenize", f"--config.data.train={corpus}",
+                   f"--config.data.tokenizer={tokenizer}", f"--out={folder / f'cache{i}'}", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         rates["jaxlm.tokenize"].append(size / json.loads(done.stdout)["seconds"])
     library = statistics.median(rates["the library"])

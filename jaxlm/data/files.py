@@ -13,7 +13,7 @@ import io
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxlm.data.extras import needed
 from partitioning.declaration import DeclarationError, nearest
@@ -89,8 +89,39 @@ class File:
             return gzip.open(raw, "rb")
         if self.compression == ".zst":
             zstandard = needed("zstandard", "zstandard", f"{self.name}: a file compressed with zstd")
-            return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+            return io.BufferedReader(_Zstd(raw, zstandard.ZstdDecompressor), 1 << 17)
         return raw
+
+
+class _Zstd(io.RawIOBase):
+    """A stream of zstd frames, decompressed. Unlike the library it does not take a file that is cut off for whole."""
+
+    def __init__(self, raw: BinaryIO, decompressor: Any):
+        self._raw, self._decompressor = raw, decompressor
+        self._frame, self._ready, self._rest = None, b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            piece = self._rest or self._raw.read(1 << 17)
+            self._rest = b""
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError("it is cut off inside a zstd frame")
+                return 0
+            self._frame = self._frame or self._decompressor().decompressobj()
+            self._ready = self._frame.decompress(piece)
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def _why(error: BaseException) -> str:
@@ -158,7 +189,9 @@ def _remote(url: str, key: str) -> list[File]:
                 raise DeclarationError(f"{key}: there is no file {url!r}.")
             return [_checked(File(url), key)]
         protocol = url.partition("://")[0]
-        names = sorted(match if "://" in match else f"{protocol}://{match}" for match in system.glob(url))
+        found = system.glob(url, detail=True)
+        files = [match for match, facts in found.items() if facts["type"] != "directory"]
+        names = sorted(match if "://" in match else f"{protocol}://{match}" for match in files)
     except OSError as error:
         raise DeclarationError(f"{key}: {url} cannot be read: {_why(error)}.") from None
     if not names:

@@ -50,6 +50,7 @@ def make_cache(config: DataConfig, out: pathlib.Path, *, workers: int, progress:
     plan = _plan(config, encoder)
     if (out / CACHE).exists():
         if read_manifest(out)["plan_crc32"] == crc_of(plan):
+            _tidy(out)
             return read_manifest(out)
         raise DeclarationError(
             f"{out} holds a token cache of other text, another tokenizer or other options; give another --out."
@@ -59,24 +60,32 @@ def make_cache(config: DataConfig, out: pathlib.Path, *, workers: int, progress:
     done = {i: facts for i in range(len(units)) if (facts := _facts(out, i)) is not None}
     total, ready = sum(u["bytes"] for u in units), sum(units[i]["bytes"] for i in done)
     progress(ready, total)
-    waiting = [i for i in range(len(units)) if i not in done]
-    if waiting:
-        global _encoder
-        _encoder = encoder  # for workers that are forked; others make their own
-        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(waiting)), context, _begin, (config, os.getpid()))
-        with pool:
-            running = {pool.submit(_make_part, str(out), i, units[i], config.on_bad_record): i for i in waiting}
-            try:
-                for future in concurrent.futures.as_completed(running):
-                    i = running[future]
-                    done[i] = future.result()
-                    ready += units[i]["bytes"]
-                    progress(ready, total)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    for i, facts in _parts_made(config, encoder, out, [(i, unit) for i, unit in enumerate(units) if i not in done], workers):
+        done[i] = facts
+        ready += units[i]["bytes"]
+        progress(ready, total)
     return _finish(out, plan, [done[i] for i in range(len(units))], encoder, config)
+
+
+def _parts_made(
+    config: DataConfig, encoder: Encoder, out: pathlib.Path, waiting: list[tuple[int, dict[str, Any]]], workers: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Makes parts, by as many processes as there are workers, and gives the number and the counts of each as it is done."""
+    global _encoder
+    _encoder = encoder  # for this process, and for workers that are forked from it; others make their own
+    if workers == 1 or len(waiting) < 2:
+        for i, unit in waiting:
+            yield i, _make_part(str(out), i, unit, config.on_bad_record)
+        return
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(workers, len(waiting)), context, _begin, (config, os.getpid())) as pool:
+        running = {pool.submit(_make_part, str(out), i, unit, config.on_bad_record): i for i, unit in waiting}
+        try:
+            for future in concurrent.futures.as_completed(running):
+                yield running[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _plan(config: DataConfig, encoder: Encoder) -> dict[str, Any]:
@@ -256,9 +265,14 @@ def _finish(out: pathlib.Path, plan: dict[str, Any], facts: list[dict[str, Any]]
     }
     manifest = json.loads(json.dumps(manifest))
     _write(out / CACHE, json.dumps({**manifest, "crc32": crc_of(manifest)}, indent=1) + "\n")
+    _tidy(out)
+    return read_manifest(out)
+
+
+def _tidy(out: pathlib.Path) -> None:
+    """Removes what a finished cache no longer needs."""
     shutil.rmtree(out / "parts", ignore_errors=True)
     (out / "plan.json").unlink(missing_ok=True)
-    return read_manifest(out)
 
 
 def train_bpe(config: DataConfig, vocab_size: int, out: pathlib.Path) -> int:

@@ -113,7 +113,8 @@ def test_the_data_end_where_the_first_source_would_come_once_more(weights_, epoc
 
 
 def test_mixtures_of_packed_documents_count_every_token_once_in_an_epoch():
-    order = Mixture(("a", "b"), (packed_source("a", [3, 9, 2, 7]), packed_source("b", [5, 5, 1])), ((0, (BLOCK // 2,) * 2),), 3, 5)
+    sources = packed_source("a", [3, 9, 2, 7]), packed_source("b", [5, 5, 1])
+    order = Mixture(("a", "b"), sources, ((0, (BLOCK // 2,) * 2),), 3, 5)
     batches = list(train_batches(order, batch_size=3, seed=5, prefetch=0, epochs=1))
     assert set(batches[0]) == {"inputs", "targets", "mask", "positions", "segment_ids", "example"}
     counts = collections.Counter(t for batch in batches for t in batch["targets"][batch["mask"]].tolist())

@@ -97,5 +97,6 @@ def test_an_epoch_of_batches_accounts_for_every_token(sizes, batch_size, epochs)
     counts = collections.Counter(t for batch in batches for t in batch["targets"][batch["mask"]].tolist())
     assert counts == {t: epochs for t in range(sum(sizes))}
     assert len(batches) == -(-epochs * len(packed) // batch_size)
-    whole = [t for batch in eval_batches(packed, batch_size=batch_size, prefetch=0) for t in batch["targets"][batch["mask"]].tolist()]
+    batches = eval_batches(packed, batch_size=batch_size, prefetch=0)
+    whole = [t for batch in batches for t in batch["targets"][batch["mask"]].tolist()]
     assert sorted(whole) == list(range(sum(sizes)))

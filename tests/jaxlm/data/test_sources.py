@@ -1,11 +1,13 @@
 """Files become documents in a fixed order, and every mistake in them is named."""
 
+import gzip
 import json
+import sys
 
 import pytest
 
-from jaxlm.data.files import EMBEDDED
-from jaxlm.data.sources import read_corpus
+from jaxlm.data.files import EMBEDDED, File
+from jaxlm.data.sources import Counts, documents_of, read_corpus, text_extract
 from partitioning.declaration import DeclarationError
 
 
@@ -122,3 +124,93 @@ def test_the_packaged_text_is_whole_plays_and_about_a_megabyte():
     folder = EMBEDDED["shakespeare"].parent
     assert "public domain" in (folder / "README.md").read_text() and "MIT" in (folder / "README.md").read_text()
     assert "Sean Stewart" in (folder / "LICENSE-shakespeare").read_text()
+
+
+RECORDS = [{"text": "zwei ü"}, {"text": "  "}, {"text": "three"}]
+LINES = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in RECORDS).encode()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst"])
+def test_compressed_files_are_read_as_what_is_in_them(tmp_path, name):
+    if name.endswith(".gz"):
+        pack = gzip.compress
+    else:
+        pack = pytest.importorskip("zstandard").ZstdCompressor().compress
+    content = pack(LINES)
+    (tmp_path / name).write_bytes(content + pack(LINES[:0]))
+    assert read(tmp_path / name).documents == ((LINES,) if "txt" in name else ("zwei ü".encode(), b"three"))
+    (tmp_path / name).write_bytes(content[:-6])
+    assert "cannot be read" in message(tmp_path / name), "cut off"
+
+
+def test_parquet_and_data_sets_on_disk_are_a_document_per_row(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    table = arrow.table({"id": [1, 2, 3, 4], "text": ["zwei ü", "  ", None, "three"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    name = str(folder / "data-00000-of-00001.arrow")
+    with arrow.OSFile(name, "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    for name, place in ((tmp_path / "a.parquet", f"{tmp_path / 'a.parquet'}: row 3"), (folder, f"{folder}: row 3")):
+        assert message(name).startswith(f"{place} has a NoneType in the field 'text'")
+        corpus = read(name, on_bad_record="skip")
+        assert corpus.documents == ("zwei ü".encode(), b"three") and (corpus.skipped, corpus.blank) == (1, 1)
+        assert "has no field 'body' (its fields: 'id', 'text')" in message(name, text_field="body")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert "cannot be read" in message(tmp_path / "a.parquet")
+    (folder / "state.json").rename(folder / "dataset_dict.json")
+    assert "of several splits" in message(folder)
+
+
+def test_array_records_are_objects_or_texts(tmp_path):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    path = tmp_path / "a.arrayrecord"
+    writer = module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in ("zwei ü".encode(), b'{"text": "three"}', b"\xff", b" "):
+        writer.write(record)
+    writer.close()
+    assert message(path).startswith(f"{path}: record 3 is not UTF-8")
+    corpus = read(path, on_bad_record="skip")
+    assert corpus.documents == ("zwei ü".encode(), b"three") and (corpus.skipped, corpus.blank) == (1, 1)
+
+
+def test_urls_are_read_through_fsspec_with_globs():
+    fsspec = pytest.importorskip("fsspec")
+    system = fsspec.filesystem("memory")
+    for name, content in (("b.txt", b"second"), ("a.jsonl", LINES), ("c.jsonl.gz", gzip.compress(LINES))):
+        system.pipe_file(f"/corpus/{name}", content)
+    assert read("memory://corpus/*.jsonl", "memory://corpus/b.txt").documents == ("zwei ü".encode(), b"three", b"second")
+    assert len(read("memory://corpus/**").documents) == 5
+    assert "there is no file 'memory://corpus/d.txt'" in message("memory://corpus/d.txt")
+    assert "no file matches 'memory://corpus/*.parquet'" in message("memory://corpus/*.parquet")
+    assert "nosuch://" in message("nosuch://x/a.txt")
+
+
+def test_a_part_of_a_file_is_the_lines_that_begin_in_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"line {i} " + "é" * i}, ensure_ascii=False).encode() + b"\n" for i in range(30)]
+    path.write_bytes(b"".join(lines))
+    size = path.stat().st_size
+    for step in (1, 7, 40, 41, 1000, size):
+        spans = [(begin, min(begin + step, size)) for begin in range(0, size, step)]
+        parts = [text for span in spans for text in documents_of(File(str(path)), text_extract("text"), "fail", Counts(), span)]
+        assert parts == list(read(path).documents)
+
+
+def test_a_text_that_is_not_utf8_may_be_skipped(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    (tmp_path / "b.txt").write_bytes(b"good")
+    corpus = read(tmp_path / "*.txt", on_bad_record="skip")
+    assert corpus.documents == (b"good",) and corpus.skipped == 1
+
+
+@pytest.mark.parametrize("name, package", [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")])
+def test_what_needs_a_package_names_the_extra(tmp_path, monkeypatch, name, package):
+    (tmp_path / name).write_bytes(b"x")
+    for module in (package, f"{package}.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    said = message(tmp_path / name)
+    assert f"needs the package {package}, which is not installed; pip install 'jaxlm[data]'" in said and name in said

@@ -31,7 +31,8 @@ def write_megatron(folder, sizes, documents, dtype=np.uint16, code=8, name="c"):
     return folder / f"{name}.bin"
 
 
-@pytest.mark.parametrize("dtype, vocab_size, declared", [("uint16", 257, "auto"), ("uint32", 70_000, "auto"), ("uint32", 257, "uint32")])
+@pytest.mark.parametrize("dtype, vocab_size, declared", [
+    ("uint16", 257, "auto"), ("uint32", 70_000, "auto"), ("uint32", 257, "uint32")])
 def test_a_flat_file_is_its_ids(tmp_path, dtype, vocab_size, declared):
     TOKENS.astype(dtype).tofile(tmp_path / "a.bin")
     stream = read(tmp_path / "a.bin", declared, vocab_size)

@@ -1,0 +1,111 @@
+"""A run goes on in its data by a declared rule, or not at all."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxlm.config import Config, DataConfig, TrainConfig
+from jaxlm.data import open_data, train_batches
+from jaxlm.data.continuation import described, origin_of
+from jaxlm.data.mixture import Origin
+from partitioning.declaration import DeclarationError
+
+BATCH = 4
+
+
+@pytest.fixture
+def texts(tmp_path):
+    for name, letter, size in (("a", 97, 400), ("b", 65, 300)):
+        (tmp_path / f"{name}.txt").write_bytes(bytes(letter + i % 26 for i in range(size)))
+    return tmp_path
+
+
+def config(folder, weights=(3, 1), batch_size=BATCH, names=("a", "b"), **options):
+    train = tuple({"paths": str(folder / f"{name}.txt"), "name": name, "weight": w} for name, w in zip(names, weights))
+    data = DataConfig(**{"train": train, "sequence_length": 8, "eval_fraction": 0.0, "on_change": "refuse", **options})
+    return Config(data=data, train=TrainConfig(global_batch_size=batch_size))
+
+
+def saved(config, batch, origin=Origin()):
+    data = open_data(config.data, 257)
+    order = data.mixture(config.train.global_batch_size, 0, origin)
+    return described(order, data, config, batch)
+
+
+def resume(config, order, batch):
+    return origin_of(order, batch, open_data(config.data, 257), config)
+
+
+def test_the_same_order_goes_on_from_where_it_is_counted(texts):
+    one = config(texts)
+    assert resume(one, saved(one, 7), 7) == (Origin(0, ()), [])
+    origin = Origin(5, (12, 8))
+    assert resume(one, saved(one, 7, origin), 7) == (origin, [])
+    assert resume(one, None, 7) == (Origin(), []), "of a checkpoint that says nothing"
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(weights=(1, 1)), "the shares: a 0.75 b 0.25 -> a 0.5 b 0.5"),
+    (dict(sequence_length=16), "the sequence length: 8 -> 16"), (dict(pack="best_fit"), "the packing: split -> best_fit"),
+    (dict(temperature=2.0), "the shares"), (dict(stages=((9, {"b": 1}),)), "then a 0 b 1 from step 10"),
+    (dict(weights=(1,), names=("a",)), "the sources")])
+def test_another_order_is_refused_unless_a_rule_is_declared(texts, change, words):
+    before, order = config(texts), saved(config(texts), 7)
+    with pytest.raises(DeclarationError) as error:
+        resume(config(texts, **change), order, 7)
+    assert words in str(error.value) and "config.data.on_change = 'continue'" in str(error.value)
+    origin, lines = resume(config(texts, **change, on_change="continue"), order, 7)
+    assert origin.batch == 7 and "a new order from batch 7 on" in lines[0]
+    assert before.data.on_change == "refuse"
+
+
+def test_other_weights_and_batch_sizes_repeat_nothing_before_an_epoch_is_over(texts):
+    """Over the change, each source's examples are those of its own order, one after the other."""
+    first, second = config(texts, weights=(3, 1)), config(texts, weights=(1, 2), batch_size=6, on_change="continue")
+    data = open_data(first.data, 257)
+    order = data.mixture(BATCH, 0)
+    origin, lines = resume(second, saved(first, 5), 5)
+    assert origin == Origin(5, order.taken(5)) and len(lines) == 1
+    after = open_data(second.data, 257).mixture(6, 0, origin)
+    batches = [*itertools.islice(train_batches(order, batch_size=BATCH, seed=0, prefetch=0), 5),
+               *itertools.islice(train_batches(after, batch_size=6, seed=0, start_step=5, prefetch=0), 4)]
+    alone = {name: train_batches(data.mixture(BATCH, 0), batch_size=BATCH, seed=0, prefetch=0) for name in "ab"}
+    seen = {name: [r for b in batches for r in b["targets"].tolist() if (r[0] >= 97) == (name == "a")] for name in "ab"}
+    for name in "ab":
+        whole = [r for b in itertools.islice(alone[name], 40) for r in b["targets"].tolist() if (r[0] >= 97) == (name == "a")]
+        assert seen[name] == whole[:len(seen[name])] and seen[name]
+
+
+def test_examples_that_are_cut_anew_begin_with_the_next_epoch(texts):
+    first, second = config(texts), config(texts, sequence_length=16, on_change="continue")
+    order = saved(first, 10)
+    origin, lines = resume(second, order, 10)
+    sizes = [len(x) for x in open_data(second.data, 257).sources.values()]
+    epochs = [-(-taken // old) for taken, old in zip(order["taken"], order["examples"])]
+    assert origin == Origin(10, tuple(epoch * size for epoch, size in zip(epochs, sizes)))
+    assert "goes on with epoch 2, and 40.0% of epoch 1 is passed over" in " ".join(lines)
+    batch = next(train_batches(open_data(second.data, 257).mixture(BATCH, 0, origin), batch_size=BATCH, seed=0, start_step=10,
+                               prefetch=0))
+    assert batch["inputs"].shape == (BATCH, 16)
+
+
+def test_a_text_that_changed_begins_anew_and_the_others_go_on(texts):
+    first = config(texts)
+    order = saved(first, 6)
+    (texts / "b.txt").write_bytes(b"another text " * 20)
+    origin, lines = resume(first, order, 6)              # --allow_change has been asked for before
+    assert origin.taken[0] == order["taken"][0] and origin.taken[1] % 33 == 0 and "'b' are cut anew" in " ".join(lines)
+
+
+def test_a_source_that_comes_new_begins_at_its_beginning(texts):
+    only = config(texts, weights=(1,), names=("a",))
+    origin, _ = resume(config(texts, on_change="continue"), saved(only, 3), 3)
+    assert origin == Origin(3, (12, 0))
+
+
+def test_the_position_is_of_constant_size(texts):
+    sizes = {len(repr(saved(config(texts), batch))) for batch in (10_000_000, 99_999_999)}
+    assert max(sizes) - min(sizes) < 10 and max(sizes) < 1000
+    assert dataclasses.is_dataclass(Origin) and np.asarray(saved(config(texts), 10**12)["taken"]).sum() == BATCH * 10**12
