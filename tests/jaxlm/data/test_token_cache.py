@@ -156,7 +156,8 @@ def test_killed_at_random_moments_it_goes_on_and_ends_the_same(tmp_path):
         kills += 1
         time.sleep(0.7)                        # the workers look every half second whether their parent is there
     subprocess.run([*command, f"--out={tmp_path / 'killed'}"], env=environment(), check=True, stdout=subprocess.DEVNULL)
-    subprocess.run([*command, f"--out={tmp_path / 'whole'}", "--workers=1"], env=environment(), check=True, stdout=subprocess.DEVNULL)
+    alone = [*command, f"--out={tmp_path / 'whole'}", "--workers=1"]
+    subprocess.run(alone, env=environment(), check=True, stdout=subprocess.DEVNULL)
     for name in ("tokens.bin", "ends.bin", "byte_ends.bin", "manifest.json"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert {p.name for p in (tmp_path / "killed").iterdir()} == {"tokens.bin", "ends.bin", "byte_ends.bin", "manifest.json"}
