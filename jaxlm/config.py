@@ -18,6 +18,8 @@ from partitioning.tables import ShardingConfig
 NORMS = ("rmsnorm", "layernorm")
 GATED_ACTIVATIONS = ("swiglu", "geglu")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")
+NORM_PLACEMENTS = ("before", "after", "both")
+QK_NORMS = ("head", "all")
 POSITIONS = ("rope", "learned", "none")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -30,7 +32,7 @@ REACTIONS = ("stop", "skip", "rollback")
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only Transformer: the options span the GPT-2 and the Llama-3 shape."""
+    """One decoder-only Transformer, whose options span the families of docs/huggingface.md."""
 
     vocab_size: int = leaf(264, "rows of the embedding; at least the tokenizer's", at_least=1)
     num_layers: int = leaf(4, "Transformer blocks", at_least=1)
@@ -39,23 +41,38 @@ class ModelConfig:
     num_kv_heads: int | None = leaf(None, "key and value heads; a divisor of num_heads (None: num_heads)", at_least=1)
     head_dim: int | None = leaf(None, "width of one head (None: embed_dim / num_heads)", at_least=1)
     mlp_dim: int = leaf(704, "hidden width of the MLP", at_least=1)
-    norm: str = leaf("rmsnorm", "normalisation before attention, before the MLP and at the end", choices=NORMS)
+    norm: str = leaf("rmsnorm", "normalisation of the blocks' parts and at the end", choices=NORMS)
     norm_epsilon: float = leaf(1e-5, "added to the variance in normalisation", above=0)
+    norm_placement: str = leaf(
+        "before", "where in a block: before attention and MLP, after each (before it is added), or both", choices=NORM_PLACEMENTS
+    )
+    norm_unit_offset: bool = leaf(False, "gains of RMSNorm are stored as their difference from 1")
     activation: str = leaf("swiglu", "gated (swiglu, geglu) or plain MLP", choices=GATED_ACTIVATIONS + PLAIN_ACTIVATIONS)
     position: str = leaf("rope", "how tokens know their place", choices=POSITIONS)
     rope_theta: float = leaf(10_000.0, "base wavelength of RoPE", above=0)
     rope_scaling: dict[str, Any] | None = leaf(
         None,
-        "dict(kind='linear', factor) or dict(kind='llama3', factor, low_freq_factor, high_freq_factor, original_max_positions)",
+        "dict(kind='linear', factor), dict(kind='llama3', factor, low_freq_factor, high_freq_factor, original_max_positions) or "
+        "dict(kind='longrope', short_factor, long_factor, attention_factor, original_max_positions)",
+    )
+    rope_fraction: float = leaf(1.0, "share of each head that RoPE turns, its first part", above=0, at_most=1)
+    rope_local_theta: float | None = leaf(
+        None, "base wavelength, unscaled, in layers that have a window (None: as in the others)", above=0
     )
     max_positions: int = leaf(2048, "longest sequence; rows of a learned position table", at_least=1)
-    qk_norm: bool = leaf(False, "normalise queries and keys per head before RoPE")
+    qk_norm: bool = leaf(False, "normalise queries and keys before RoPE")
+    qk_norm_over: str = leaf("head", "what they are normalised over: each head, or all heads together", choices=QK_NORMS)
     bias: bool = leaf(False, "biases on every projection (and offsets in layernorm)")
+    qkv_bias: bool | None = leaf(None, "biases on queries, keys and values (None: as bias)")
+    output_bias: bool | None = leaf(None, "biases on the attention's output (None: as bias)")
+    mlp_bias: bool | None = leaf(None, "biases in the MLP (None: as bias)")
     window_pattern: tuple[int | None, ...] = leaf(
         (None,), "attention window of each layer in tokens, None for all, repeated over the layers", at_least=1
     )
+    attention_scale: float | None = leaf(None, "factor on attention scores (None: 1 / sqrt(head_dim))", above=0)
     attention_softcap: float | None = leaf(None, "cap * tanh(scores / cap) on attention scores", above=0)
     logit_softcap: float | None = leaf(None, "cap * tanh(logits / cap) on the output", above=0)
+    embed_scale: float = leaf(1.0, "factor on the embeddings where they enter the first block", above=0)
     tie_embeddings: bool = leaf(False, "the output matrix is the embedding's transpose")
     dropout: float = leaf(0.0, "probability of dropping after embedding, attention and MLP", at_least=0, below=1)
     scan_layers: bool = leaf(True, "one compiled block, looped (compile time independent of depth), or all unrolled")
@@ -67,6 +84,16 @@ class ModelConfig:
     @property
     def head_width(self) -> int:
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def rotated_width(self) -> int:
+        """How many numbers of a head RoPE turns."""
+        return int(self.head_width * self.rope_fraction)
+
+    def has_bias(self, part: str) -> bool:
+        """Whether the projections of a part ('qkv', 'output' or 'mlp') have biases."""
+        own = getattr(self, f"{part}_bias")
+        return self.bias if own is None else own
 
     @property
     def gated(self) -> bool:
@@ -330,8 +357,13 @@ def _check(config: Config) -> None:
             f"config.model.embed_dim = {model.embed_dim} is not a multiple of num_heads = {model.num_heads}; "
             "change one of them, or set config.model.head_dim."
         )
-    if model.position == "rope" and model.head_width % 2:
-        raise DeclarationError(f"RoPE turns pairs of numbers, but the width of a head is {model.head_width}; make it even.")
+    if model.position == "rope" and (model.rotated_width % 2 or not model.rotated_width):
+        raise DeclarationError(
+            f"RoPE turns pairs of numbers, but {model.rotated_width} of a head's {model.head_width} are to be turned "
+            "(config.model.rope_fraction); make that an even number above 0."
+        )
+    if model.norm_unit_offset and model.norm != "rmsnorm":
+        raise DeclarationError(f"config.model.norm_unit_offset is for RMSNorm, but norm = {model.norm!r}.")
     if data.sequence_length > model.max_positions:
         raise DeclarationError(
             f"config.data.sequence_length = {data.sequence_length} is longer than config.model.max_positions = "

@@ -22,7 +22,7 @@ from jaxlm.config import ModelConfig
 from jaxlm.models import dropout as dropout_sites
 from jaxlm.models import parameters, rematerialisation, rope
 from jaxlm.models.dropout import Dropout
-from jaxlm.models.transformer import STREAM, WHOLE, Shared, Transformer, enter
+from jaxlm.models.transformer import NO_WINDOW, STREAM, WHOLE, Shared, Transformer, enter
 from kernels.attention import UnsupportedError, check_name
 from kernels.cross_entropy import cross_entropy
 from kernels.matmul import add_bias
@@ -30,9 +30,6 @@ from partitioning import paths
 from partitioning.array import ArraySpec
 from partitioning.declaration import DeclarationError
 from partitioning.unsharded import UNSHARDED
-
-NO_WINDOW = 2 ** 30                            # longer than any sequence: 'all' where windows differ from layer to layer
-
 
 class Sums(NamedTuple):
     """Float32 sums over target tokens, never means: add them up over microbatches and devices, then divide by `targets`.
@@ -60,14 +57,13 @@ def build_model(config: ModelConfig, *, param_dtype: Any = "float32", compute_dt
         check_name(attention_backend)
     except UnsupportedError as error:
         raise DeclarationError(f"config.kernels.attention: {error}") from None
-    frequencies = None
     if config.position == "rope":
-        frequencies = rope.frequencies(config.head_width, config.rope_theta, config.rope_scaling)
+        rope.frequencies(config.rotated_width, config.rope_theta, config.rope_scaling)    # for what it raises
     module = Transformer(config)
     declared = parameters.declarations(module)
     graphs = {part: nnx.split(getattr(module, part))[0] for part in dict.fromkeys(path.split("/")[0] for path in declared)}
     return LanguageModel(config, parameters.specs(declared, param_dtype, config.num_layers, padding), jnp.dtype(compute_dtype),
-                         jnp.dtype(gradient_dtype), tuple(remat), attention_backend, dict(padding), declared, graphs, frequencies)
+                         jnp.dtype(gradient_dtype), tuple(remat), attention_backend, dict(padding), declared, graphs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +82,6 @@ class LanguageModel:
     _padding: dict[str, int]
     _declared: dict[str, nnx.Param]
     _graphs: dict[str, nnx.GraphDef]
-    _frequencies: Any
 
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Initial parameters; under jit bitwise the same for every sharding of the result."""
@@ -147,9 +142,9 @@ class LanguageModel:
 
     def along_layers(self) -> dict[str, jax.Array]:
         """Facts of each layer that go through the loop along with its parameters: arrays [layers]."""
-        out = {"number": jnp.arange(self.config.num_layers, dtype=jnp.int32)}
+        out, windows = {"number": jnp.arange(self.config.num_layers, dtype=jnp.int32)}, self.config.windows()
         if not self._alike:
-            out["window"] = jnp.array([NO_WINDOW if w is None else w for w in self.config.windows()], jnp.int32)
+            out["window"] = jnp.array([NO_WINDOW if w is None else w for w in windows], jnp.int32)
         return out
 
     def blocks(self, layers: Mapping, along: Mapping[str, jax.Array], x_BLD: jax.Array, batch: Mapping[str, jax.Array],
@@ -212,6 +207,8 @@ class LanguageModel:
             raise DeclarationError(f"a sequence of {L} tokens is longer than config.model.max_positions = {c.max_positions}.")
         # Whole in length first: rows are then looked up where they lie and summed, and the table is never gathered.
         x_BLD = shard.constrain(self._part("embed", params, shard)(tokens_BL).astype(self.compute_dtype), WHOLE)
+        if c.embed_scale != 1:
+            x_BLD = x_BLD * jnp.asarray(c.embed_scale, x_BLD.dtype)
         if c.position == "learned":
             table = self._part("positions", params, shard)
             # The first rows, whole: split along the length, the compiler would fetch them from each other by permutes.
@@ -220,10 +217,16 @@ class LanguageModel:
         return shard.constrain(masks(x_BLD, 0, dropout_sites.EMBEDDING), STREAM)
 
     def _shared(self, shard, length, positions_BL, segment_ids_BL, masks, cache=None):
-        rotation = None
-        if self.config.position == "rope":
-            rotation = rope.angles(jnp.arange(length) if positions_BL is None else positions_BL, self._frequencies)
-        return Shared(shard, rotation, segment_ids_BL, masks, 0 if cache is None else cache["length"], self.attention_backend)
+        c, rotation, local_rotation = self.config, None, None
+        if c.position == "rope":
+            positions = jnp.arange(length) if positions_BL is None else positions_BL
+            longest = length if cache is None else cache["key"].shape[2]
+            frequencies = rope.frequencies(c.rotated_width, c.rope_theta, c.rope_scaling, longest)
+            rotation = rope.angles(positions, frequencies, rope.amplitude(c.rope_scaling))
+            if c.rope_local_theta is not None:
+                local_rotation = rope.angles(positions, rope.frequencies(c.rotated_width, c.rope_local_theta))
+        return Shared(shard, rotation, segment_ids_BL, masks, 0 if cache is None else cache["length"], self.attention_backend,
+                      local_rotation)
 
     def _head(self, params, x_BLD, shard):
         c = self.config
@@ -257,7 +260,7 @@ class LanguageModel:
         def run(x_BLD, params, facts, cache):
             weights = self._use(shared.shard, params, "layers")
             window = facts.get("window", c.windows()[0])
-            return nnx.merge(self._graphs["layers"], weights)(x_BLD, shared, facts["number"], window, cache)
+            return nnx.merge(self._graphs["layers"], weights)(x_BLD, shared.in_layer(window), facts["number"], window, cache)
 
         block = run if cache is not None else rematerialisation.apply(run, self.remat, looped=c.scan_layers, copied=copied)
         if c.scan_layers:

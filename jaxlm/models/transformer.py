@@ -2,9 +2,9 @@
 
 A module declares its parameters (`jaxlm.models.parameters`) and says what it computes from them; it never holds numbers
 of its own. `jaxlm.models.language_model` splits the graph once and afterwards puts arrays in where they are used. The
-options span GPT-2 (Radford et al. 2019: LayerNorm, learned positions, plain MLP, biases, tied embeddings) and Llama 3
-(Grattafiori et al. 2024, arXiv:2407.21783: RMSNorm, RoPE, gated MLP, grouped-query attention), both with the norm before
-each part and one more at the end.
+options span GPT-2 (Radford et al. 2019: LayerNorm, learned positions, plain MLP, biases, tied embeddings), Llama 3
+(Grattafiori et al. 2024, arXiv:2407.21783: RMSNorm, RoPE, gated MLP, grouped-query attention) and what later families added
+to them, each as an option of its own (`jaxlm.huggingface.families` says which family has which).
 
 Matmuls run in the dtype of their input (`kernels.matmul`); norms, softmax and logits are float32. Of sharding a module
 knows one thing: it tells `shard.constrain` what the dimensions of an activation mean.
@@ -15,6 +15,7 @@ two matrices that add to the residual stream are scaled down by sqrt(2 * num_lay
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
 }
 TABLE = Normal(std=0.02)
+NO_WINDOW = 2 ** 30                            # longer than any sequence: 'all' where windows differ from layer to layer
 # The residual stream, and what a part of a block makes of it. They differ in the name of the length, so that the stream
 # and all that is done per token (norms, dropout, additions) can be split along it where the parts cannot: sequence
 # parallelism (Korthikanti et al. 2022, arXiv:2205.05198) is a rule for stream_length.
@@ -58,6 +60,7 @@ class Shared:
       dropout: the step's masks.
       query_offset: tokens before these in the cache, int32 [B]; 0 without a cache.
       backend: of attention.
+      local_rotation: as `rotation`, for layers that have a window, where theirs is another.
     """
     shard: Any
     rotation: tuple[jax.Array, jax.Array] | None = None
@@ -65,6 +68,16 @@ class Shared:
     dropout: Dropout = Dropout()
     query_offset: Any = 0
     backend: str = "auto"
+    local_rotation: tuple[jax.Array, jax.Array] | None = None
+
+    def in_layer(self, window) -> "Shared":
+        """What a layer with this window (None, an int, or a traced int32 in which NO_WINDOW stands for None) is given."""
+        if self.local_rotation is None or window is None:
+            return self
+        if isinstance(window, int):
+            return dataclasses.replace(self, rotation=self.local_rotation)
+        both = zip(self.local_rotation, self.rotation)
+        return dataclasses.replace(self, rotation=tuple(jnp.where(window < NO_WINDOW, own, other) for own, other in both))
 
 
 class Linear(nnx.Module):
@@ -85,20 +98,28 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm over the last dim, in float32."""
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm over the last dims, in float32."""
 
-    def __init__(self, kind: str, size: int, dim: str, epsilon: float, bias: bool):
-        self.centred = kind == "layernorm"
-        self.epsilon = epsilon
-        self.scale = declare((size,), (dim,), Normal(mean=1.0))
-        self.bias = declare((size,), (dim,), Normal()) if bias and self.centred else None
+    def __init__(self, config: ModelConfig, shape, dims, *, kind: str | None = None):
+        """`shape`: of the dims that it normalises over, `dims`: their names; `kind`: instead of the configured one."""
+        self.shape = tuple(shape)
+        self.centred = (kind or config.norm) == "layernorm"
+        self.epsilon = config.norm_epsilon
+        self.offset = 1.0 if config.norm_unit_offset else 0.0      # of the gains from what is stored
+        self.scale = declare(shape, dims, Normal(mean=1.0 - self.offset))
+        self.bias = declare(shape, dims, Normal()) if config.bias and self.centred else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
+        axes = tuple(range(x.ndim - len(self.shape), x.ndim))
+        for axis, size in zip(axes, self.shape):                   # padded heads would count in the means
+            y = without_padding(y, axis, size)
+        count = math.prod(self.shape)
         if self.centred:
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
-        y = y * self.scale[...].astype(jnp.float32)
+            y = y - jnp.sum(y, axes, keepdims=True) / count
+        y = y * jax.lax.rsqrt(jnp.sum(jnp.square(y), axes, keepdims=True) / count + self.epsilon)
+        scale = self.scale[...].astype(jnp.float32)
+        y = y * (scale + self.offset if self.offset else scale)
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
@@ -143,15 +164,18 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig):
         D, H, G, K = config.embed_dim, config.num_heads, config.kv_heads, config.head_width
         self.num_heads = H
-        self.softcap = config.attention_softcap
-        self.query = Linear("bld,dhk->blhk", (D, H, K), ("embed", "heads", "head_dim"), inputs=1, bias=config.bias)
-        self.key = Linear("bld,dgk->blgk", (D, G, K), ("embed", "kv_heads", "head_dim"), inputs=1, bias=config.bias)
-        self.value = Linear("bld,dgk->blgk", (D, G, K), ("embed", "kv_heads", "head_dim"), inputs=1, bias=config.bias)
-        self.output = Linear("blhk,hkd->bld", (H, K, D), ("heads", "head_dim", "embed"), inputs=2, bias=config.bias,
-                             scale=(2 * config.num_layers) ** -0.5)
-        if config.qk_norm:                     # Dehghani et al. 2023, arXiv:2302.05442
-            self.query_norm = Norm("rmsnorm", K, "head_dim", config.norm_epsilon, bias=False)
-            self.key_norm = Norm("rmsnorm", K, "head_dim", config.norm_epsilon, bias=False)
+        self.softcap, self.scale = config.attention_softcap, config.attention_scale
+        bias = config.has_bias("qkv")
+        self.query = Linear("bld,dhk->blhk", (D, H, K), ("embed", "heads", "head_dim"), inputs=1, bias=bias)
+        self.key = Linear("bld,dgk->blgk", (D, G, K), ("embed", "kv_heads", "head_dim"), inputs=1, bias=bias)
+        self.value = Linear("bld,dgk->blgk", (D, G, K), ("embed", "kv_heads", "head_dim"), inputs=1, bias=bias)
+        self.output = Linear("blhk,hkd->bld", (H, K, D), ("heads", "head_dim", "embed"), inputs=2,
+                             bias=config.has_bias("output"), scale=(2 * config.num_layers) ** -0.5)
+        if config.qk_norm:                     # per head: Dehghani et al. 2023, arXiv:2302.05442
+            together = config.qk_norm_over == "all"
+            self.query_norm, self.key_norm = (
+                Norm(config, (heads, K), (dim, "head_dim"), kind="rmsnorm") if together else
+                Norm(config, (K,), ("head_dim",), kind="rmsnorm") for heads, dim in ((H, "heads"), (G, "kv_heads")))
         self.qk_norm = config.qk_norm
 
     def __call__(self, x_BLD: jax.Array, shared: Shared, window, cache=None) -> tuple[jax.Array, Any]:
@@ -171,7 +195,7 @@ class Attention(nnx.Module):
             k_BLGK, v_BLGK = cache["key"], cache["value"]
         out_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, causal=True, window=window, query_offset=shared.query_offset,
                              q_segment_ids_BT=shared.segment_ids_BL, k_segment_ids_BS=shared.segment_ids_BL,
-                             softcap=self.softcap, backend=shared.backend)
+                             softcap=self.softcap, scale=self.scale, backend=shared.backend)
         out_BLHK = without_padding(constrain(out_BLHK, heads), 2, self.num_heads)
         return name(self.output(name(out_BLHK, "attention")), "attention_out"), cache
 
@@ -187,13 +211,12 @@ class MLP(nnx.Module):
     """down(act(up(x))), or gated: down(act(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig):
-        D, F = config.embed_dim, config.mlp_dim
+        D, F, bias = config.embed_dim, config.mlp_dim, config.has_bias("mlp")
         self.mlp_dim = F
         self.activation = config.activation
-        self.gate = Linear("bld,df->blf", (D, F), ("embed", "mlp"), inputs=1, bias=config.bias) if config.gated else None
-        self.up = Linear("bld,df->blf", (D, F), ("embed", "mlp"), inputs=1, bias=config.bias)
-        self.down = Linear("blf,fd->bld", (F, D), ("mlp", "embed"), inputs=1, bias=config.bias,
-                           scale=(2 * config.num_layers) ** -0.5)
+        self.gate = Linear("bld,df->blf", (D, F), ("embed", "mlp"), inputs=1, bias=bias) if config.gated else None
+        self.up = Linear("bld,df->blf", (D, F), ("embed", "mlp"), inputs=1, bias=bias)
+        self.down = Linear("blf,fd->bld", (F, D), ("mlp", "embed"), inputs=1, bias=bias, scale=(2 * config.num_layers) ** -0.5)
 
     def __call__(self, x_BLD: jax.Array, shared: Shared) -> jax.Array:
         def wide(linear, point):
@@ -213,21 +236,32 @@ def enter(x_BLD: jax.Array, shard: Any) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); or with the norm after each part, or with both."""
 
     def __init__(self, config: ModelConfig):
-        self.attention_norm = Norm(config.norm, config.embed_dim, "embed", config.norm_epsilon, config.bias)
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+
+        def norm(there):
+            return Norm(config, (config.embed_dim,), ("embed",)) if there else None
+
+        self.attention_norm, self.attention_out_norm = norm(before), norm(after)
         self.attention = Attention(config)
-        self.mlp_norm = Norm(config.norm, config.embed_dim, "embed", config.norm_epsilon, config.bias)
+        self.mlp_norm, self.mlp_out_norm = norm(before), norm(after)
         self.mlp = MLP(config)
 
     def __call__(self, x_BLD: jax.Array, shared: Shared, layer, window, cache=None) -> tuple[jax.Array, Any]:
         """The residual stream after this block, and its cache. `layer` and `window` may be traced (they are scanned along)."""
-        constrain = shared.shard.constrain
-        y_BLD, cache = self.attention(enter(self.attention_norm(x_BLD), shared.shard), shared, window, cache)
-        x_BLD = x_BLD + shared.dropout(constrain(y_BLD, STREAM), layer, dropout.ATTENTION)
-        y_BLD = self.mlp(enter(self.mlp_norm(x_BLD), shared.shard), shared)
-        return x_BLD + shared.dropout(constrain(y_BLD, STREAM), layer, dropout.MLP), cache
+        def into(norm, x_BLD):
+            return enter(x_BLD if norm is None else norm(x_BLD), shared.shard)
+
+        def out(norm, y_BLD, site):
+            y_BLD = shared.shard.constrain(y_BLD, STREAM)
+            return shared.dropout(y_BLD if norm is None else norm(y_BLD), layer, site)
+
+        y_BLD, cache = self.attention(into(self.attention_norm, x_BLD), shared, window, cache)
+        x_BLD = x_BLD + out(self.attention_out_norm, y_BLD, dropout.ATTENTION)
+        y_BLD = self.mlp(into(self.mlp_norm, x_BLD), shared)
+        return x_BLD + out(self.mlp_out_norm, y_BLD, dropout.MLP), cache
 
 
 class Transformer(nnx.Module):
@@ -238,6 +272,6 @@ class Transformer(nnx.Module):
         if config.position == "learned":
             self.positions = Embedding(config.max_positions, config, None)
         self.layers = Block(config)
-        self.final_norm = Norm(config.norm, config.embed_dim, "embed", config.norm_epsilon, config.bias)
+        self.final_norm = Norm(config, (config.embed_dim,), ("embed",))
         if not config.tie_embeddings:
             self.lm_head = Head(config)
