@@ -22,7 +22,7 @@ import pathlib
 import re
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -31,8 +31,8 @@ from jaxlm import manifest
 from jaxlm.config import CheckpointConfig
 from jaxlm.errors import RunError
 from jaxlm.peers import is_of_a_lost_peer
+from jaxlm.selection import Selection, match
 from partitioning.declaration import DeclarationError
-from partitioning.overrides import whole_or_tail
 from partitioning.paths import flatten, join, unflatten
 
 FORMAT = 2                     # 1 had no manifest
@@ -265,94 +265,13 @@ class Checkpoints:
           DeclarationError: an array is missing, has another shape or is unknown; the message lists them.
           RunError: the checkpoint cannot be read.
         """
-        selection = selection or Selection()
-        wanted = {path: tuple(leaf.shape) for path, leaf in flatten(abstract).items()}
-        groups = {path.split("/")[0] for path in wanted}
-        shapes = {path: shape for path, (shape, _) in self.shapes(step).items() if path.split("/")[0] in groups}
-        theirs = selection.names(shapes)
-        stored = {path: shapes[theirs[path]] for path in theirs}
-        wanted = selection.chosen(wanted)
-        lines = [f"{path}: missing there; here of shape {shape}" for path, shape in wanted.items() if path not in stored]
-        lines += [
-            f"{path}: shape {stored[path]} there, {shape} here"
-            for path, shape in wanted.items()
-            if path in stored and stored[path] != shape
-        ]
-        if not selection.include:
-            lines += [f"{path}: there, unknown here" for path in stored if path not in wanted and path not in selection.leave]
-        if lines:
-            more = f"\n  and {len(lines) - 4} more arrays" if len(lines) > 4 else ""
-            raise DeclarationError(f"{self.directory / str(step)} is of another model:\n  " + "\n  ".join(lines[:4]) + more)
-        return {path: theirs[path] for path in wanted}
+        shapes = {path: shape for path, (shape, _) in self.shapes(step).items()}
+        return match(shapes, abstract, selection or Selection(), str(self.directory / str(step)))
 
     def close(self) -> None:
         """Waits for the last save and frees the threads."""
         self.wait()
         self._manager.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """Which arrays of a checkpoint are wanted, and what they are called there.
-
-    Attributes:
-      include: regular expressions on the parameters' paths here; empty for all.
-      rename: pairs of a regular expression on the parameters' paths there and what replaces what it matches (`re.sub`), in turn.
-      leave: names of arrays there that may stay unread where they are not known here.
-    """
-    include: tuple[str, ...] = ()
-    rename: tuple[tuple[str, str], ...] = ()
-    leave: tuple[str, ...] = ()
-
-    def names(self, stored: Iterable[str]) -> dict[str, str]:
-        """For each stored array its name here, as the key, and there.
-
-        Raises:
-          DeclarationError: two arrays get the same name, or a pair changes none.
-        """
-        out: dict[str, str] = {}
-        changed = set()
-        for path in stored:
-            group, name = _split(path)
-            for i, (pattern, replacement) in enumerate(self.rename):
-                before, name = name, re.sub(pattern, replacement, name)
-                changed |= {i} if name != before else set()
-            mine = join(group, name)
-            if mine in out:
-                raise DeclarationError(f"config.checkpoint.rename calls both {out[mine]} and {path} {mine}.")
-            out[mine] = path
-        for i, (pattern, _) in enumerate(self.rename):
-            if i not in changed:
-                raise DeclarationError(f"config.checkpoint.rename: {pattern!r} changes the name of no array of the checkpoint; "
-                                       f"its parameters are {_few(_split(path)[1] for path in stored)}.")
-        return out
-
-    def chosen(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Those of the arrays here that are to be read.
-
-        Raises:
-          DeclarationError: an expression matches none.
-        """
-        if not self.include:
-            return wanted
-        matches = [{path for path in wanted if whole_or_tail(pattern, _split(path)[1])} for pattern in self.include]
-        for pattern, paths in zip(self.include, matches, strict=True):
-            if not paths:
-                raise DeclarationError(f"config.checkpoint.include: {pattern!r} matches no parameter; there are "
-                                       f"{_few(_split(path)[1] for path in wanted)}.")
-        return {path: x for path, x in wanted.items() if any(path in paths for paths in matches)}
-
-
-def _split(path: str) -> tuple[str, str]:
-    """'params' or 'optimizer/SLOT', and the parameter's path."""
-    parts = path.split("/")
-    count = 2 if parts[0] == "optimizer" else 1
-    return "/".join(parts[:count]), "/".join(parts[count:])
-
-
-def _few(names: Iterable[str]) -> str:
-    names = list(dict.fromkeys(names))
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 class _Kept:

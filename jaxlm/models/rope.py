@@ -106,5 +106,6 @@ def rotate(x_BLHK: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Arra
     dtype of x."""
     cos, sin = rotation
     pairs = cos.shape[-1]
-    first, second, *rest = jnp.split(x_BLHK.astype(jnp.float32), [pairs, 2 * pairs][:2 - (2 * pairs == x_BLHK.shape[-1])], axis=-1)
+    ends = [pairs, 2 * pairs] if 2 * pairs < x_BLHK.shape[-1] else [pairs]
+    first, second, *rest = jnp.split(x_BLHK.astype(jnp.float32), ends, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=-1).astype(x_BLHK.dtype)
