@@ -1,5 +1,5 @@
-"""RoPE as config.json declares it, in its two forms: `rope_theta` and `rope_scaling`, or both in `rope_parameters`, which may have
-a set for each kind of layer."""
+"""RoPE as config.json declares it, in its two forms: `rope_theta` and `rope_scaling`, or both in `rope_parameters`, which may
+have a set for each kind of layer."""
 
 import math
 from collections.abc import Mapping

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxlm.checkpoints import Selection, match
 from jaxlm.config import ModelConfig
-from jaxlm.huggingface.families import BUFFERS, Family, family_of, model_values
+from jaxlm.huggingface.architecture import family_of, model_values
+from jaxlm.huggingface.families import BUFFERS, Family
 from jaxlm.huggingface.folder import Tensors, read_config
 from jaxlm.huggingface.tensors import Bound, Tensor, copy, read_into, workers
 from jaxlm.models import build_model
