@@ -14,7 +14,6 @@ checkpoint; a run that goes on from an older one moves it aside.
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import json
 import logging
@@ -22,7 +21,7 @@ import pathlib
 import re
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ from jaxlm.errors import RunError
 from jaxlm.peers import is_of_a_lost_peer
 from jaxlm.selection import Selection, match
 from partitioning.declaration import DeclarationError
-from partitioning.paths import flatten, join, unflatten
+from partitioning.paths import flatten, unflatten
 
 FORMAT = 2                     # 1 had no manifest
 
@@ -218,6 +217,16 @@ class Checkpoints:
         shapes, place = self.shapes(step), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         wanted = {name: jax.ShapeDtypeStruct(*shapes[name], sharding=place) for name in names}
         return flatten(self._read(step, unflatten(wanted)))
+
+    def open(self, step: int, name: str) -> Any:
+        """An array by name as a tensorstore, to be read piece by piece: `[index].read().result()`."""
+        import tensorstore
+
+        state = self.directory / str(step) / "state"
+        base = {"driver": "ocdbt", "base": f"file://{state}/"}
+        with self._reading(step):
+            return tensorstore.open({"driver": "zarr", "kvstore": {**base, "path": name.replace("/", ".") + "/"}}, open=True,
+                                    read=True).result()
 
     def _read(self, step: int, abstract: Any) -> Any:
         """The arrays of a nested dict of ShapeDtypeStruct, with their shardings, and no others."""

@@ -17,15 +17,18 @@ import threading
 from collections.abc import Callable, MutableMapping, Sequence
 
 from jaxlm import xla_flags
-from jaxlm.config import Config, to_config, with_preset
+from jaxlm.config import Config, to_config, with_architecture, with_preset
 from jaxlm.presets import over, shipped_presets, without_preset
 from jaxlm.errors import last_words
+from jaxlm.huggingface import configured as configured_architecture
+from jaxlm.huggingface.folder import is_folder
 from partitioning.declaration import DeclarationError, annotation_of, keys, nearest, parse
 
 COMMANDS = {
     "jaxlm.train": "train a model; the same --workdir resumes",
     "jaxlm.evaluate": "loss, perplexity and bits per byte of a checkpoint on a data set",
     "jaxlm.generate": "text from a checkpoint",
+    "jaxlm.convert": "Hugging Face weights in and out",
     "jaxlm.checkpoint": "list, show, verify, copy or export what a run has saved",
     "jaxlm.tokenize": "a corpus into a token cache, or a tokenizer from a corpus",
     "jaxlm.data": "a look at the examples that training would see",
@@ -67,8 +70,11 @@ def load_config(source: str | None, overrides: Sequence[tuple[str, str]] = ()) -
     values = with_preset(values)
     if named.get("sharding.preset") is not None:
         values = over(values, named["sharding.preset"])
+    values = with_architecture(values)
+    if named.get("model.from_hf") is not None:  # over the file, and under the rest of the command line
+        values = configured_architecture.over(values, named["model.from_hf"])
     for dotted, value in changes:
-        if dotted == "sharding.preset":
+        if dotted in ("sharding.preset", "model.from_hf"):
             continue
         place = values
         names = dotted.split(".")
@@ -92,6 +98,8 @@ def configured(source: str | None, overrides: Sequence[tuple[str, str]]) -> Conf
 def _read_config(source: str):
     shipped = shipped_configs()
     path = shipped.get(source, pathlib.Path(source))
+    if is_folder(path):
+        return {"model": {"from_hf": source}}
     if not path.is_file():
         raise DeclarationError(_no_configuration(source, path, shipped))
     if path.suffix == ".json":

@@ -75,6 +75,7 @@ class ModelConfig:
     embed_scale: float = leaf(1.0, "factor on the embeddings where they enter the first block", above=0)
     tie_embeddings: bool = leaf(False, "the output matrix is the embedding's transpose")
     dropout: float = leaf(0.0, "probability of dropping after embedding, attention and MLP", at_least=0, below=1)
+    from_hf: str | None = leaf(None, "a Hugging Face folder that the architecture and the tokenizer come from")
     scan_layers: bool = leaf(True, "one compiled block, looped (compile time independent of depth), or all unrolled")
 
     @property
@@ -226,7 +227,9 @@ class CheckpointConfig:
         "stop", "no room or permission to save: stop the run, or continue without", choices=("stop", "continue")
     )
     asynchronous: bool = leaf(True, "write in the background while training goes on")
-    restore_from: str | None = leaf(None, "a run directory or checkpoint to start from, when the workdir has none")
+    restore_from: str | None = leaf(
+        None, "a run directory, checkpoint or Hugging Face folder to start from, when the workdir has none"
+    )
     restore: str = leaf("params", "what restore_from gives", choices=("params", "all"))
     reset: tuple[str, ...] = leaf(
         (), "with restore = 'all': what starts anew all the same", choices=("optimizer", "step", "data")
@@ -331,7 +334,7 @@ def to_config(values: Any) -> Config:
     Raises:
       DeclarationError: naming the key, what was found and what was expected.
     """
-    config = read(Config, with_preset(to_dict(values) if isinstance(values, Config) else values))
+    config = read(Config, with_architecture(with_preset(to_dict(values) if isinstance(values, Config) else values)))
     _check(config)
     return config
 
@@ -339,6 +342,13 @@ def to_config(values: Any) -> Config:
 def with_preset(values: Any) -> Any:
     """The values with config.sharding.preset expanded; see `jaxlm.presets`."""
     return presets.under(values, {name: dataclasses.asdict(getattr(Config(), name)) for name in presets.SECTIONS})
+
+
+def with_architecture(values: Any) -> Any:
+    """The values with config.model.from_hf expanded; see `jaxlm.huggingface.configured`."""
+    from jaxlm.huggingface import configured
+
+    return configured.under(values, {"model": dataclasses.asdict(ModelConfig()), "data": dataclasses.asdict(DataConfig())})
 
 
 def _check(config: Config) -> None:

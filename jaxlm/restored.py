@@ -9,6 +9,8 @@ from typing import Any
 from jaxlm.checkpoints import Checkpoints, find_source
 from jaxlm.commandline import load_config
 from jaxlm.config import Config
+from jaxlm.huggingface.folder import is_folder
+from jaxlm.huggingface.weights import Weights
 from jaxlm.logs import read_rows
 from jaxlm.starting_point import verified
 from partitioning import MeshConfig
@@ -17,20 +19,22 @@ from partitioning.declaration import DeclarationError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say which parameters to open."""
-    parser.add_argument("source", metavar="SOURCE", help="a run directory or one of its checkpoints")
+    parser.add_argument("source", metavar="SOURCE", help="a run directory, one of its checkpoints, or a Hugging Face folder")
     parser.add_argument(
         "--step", default="latest", metavar="N|latest|best", help="which checkpoint (best: lowest eval_loss in metrics.jsonl)"
     )
 
 
-def open_config(flags: argparse.Namespace) -> tuple[pathlib.Path, int, Config]:
-    """The run directory, the step and the configuration (with --config.* overrides) that the flags ask for.
+def open_config(flags: argparse.Namespace) -> tuple[pathlib.Path, int | None, Config]:
+    """The run directory, the step and the configuration (with --config.* overrides) that the flags ask for; a Hugging Face folder
+    has no step.
 
     Raises:
       DeclarationError: there is no such run or checkpoint, or an override is wrong.
     """
-    path, step = find_source(flags.source)
-    config = load_config(str(path / "config.json"), flags.overrides)
+    folder = is_folder(flags.source)
+    path, step = (pathlib.Path(flags.source), None) if folder else find_source(flags.source)
+    config = load_config(str(path if folder else path / "config.json"), flags.overrides)
     import jax
 
     why = "is a pipeline, which only training uses" if config.mesh.pipe != 1 else None
@@ -41,6 +45,8 @@ def open_config(flags: argparse.Namespace) -> tuple[pathlib.Path, int, Config]:
     # The figures do not depend on the batch, and so not on whether training's suits these devices.
     rows = -(-config.train.global_batch_size // jax.device_count()) * jax.device_count()
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=rows, gradient_accumulation=1))
+    if folder:
+        return path, None, config
     return path, step if step is not None else choose_step(path, flags.step), config
 
 
@@ -76,10 +82,13 @@ def choose_step(path: pathlib.Path, wanted: str) -> int:
     return int(wanted)
 
 
-def load_params(path: pathlib.Path, step: int, job: Any) -> Any:
-    """The parameters of a checkpoint, laid out as the job says."""
+def load_params(path: pathlib.Path, step: int | None, job: Any) -> Any:
+    """The parameters of a checkpoint or, without a step, of a Hugging Face folder, laid out as the job says."""
+    wanted = {"params": job.abstract_saved()["params"]}
+    if step is None:
+        return job.from_saved(Weights(path).restore(0, wanted))["params"]
     reader = Checkpoints(path / "checkpoints")
     note = verified(reader, step)
     if note:
         print(f"step {step}{note}", file=sys.stderr)
-    return job.from_saved(reader.restore(step, {"params": job.abstract_saved()["params"]}))["params"]
+    return job.from_saved(reader.restore(step, wanted))["params"]

@@ -1,4 +1,4 @@
-"""Which stored arrays are wanted, what they are called where they are stored, and whether they are the ones that are asked for."""
+"""Which stored arrays are wanted, what they are called there, and whether they are the ones that are asked for."""
 
 import dataclasses
 import re

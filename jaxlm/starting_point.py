@@ -7,12 +7,14 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jaxlm.checkpoints import Checkpoints, Selection, find_source, saved_steps, set_aside_names
+from jaxlm.checkpoints import Checkpoints, find_source, saved_steps, set_aside_names
 from jaxlm.config import Config
 from jaxlm.data.continuation import origin_of
 from jaxlm.data.mixture import Origin
 from jaxlm.errors import RunError
+from jaxlm.huggingface.folder import is_folder
 from jaxlm.run_directory import load_saved_config, model_differences
+from jaxlm.selection import Selection
 from jaxlm.train_step import SCALING, initial_counters
 from partitioning.declaration import DeclarationError
 from partitioning.paths import flatten, unflatten
@@ -35,6 +37,7 @@ class StartingPoint:
     notes: lines to be shown: what is damaged.
     selection: which arrays to read, and their names there.
     reset: of a whole state, the parts that start anew: optimizer, step, data.
+    weights: of a Hugging Face folder, where it is read in place of a run.
     """
 
     step: int
@@ -48,9 +51,11 @@ class StartingPoint:
     notes: tuple[str, ...] = ()
     selection: Selection = Selection(leave=tuple(f"counters/{name}" for name in SCALING))
     reset: tuple[str, ...] = ()
+    weights: Any = None
 
-    def reader(self) -> Checkpoints:
-        return Checkpoints(self.run / "checkpoints")
+    def reader(self) -> Any:
+        """What is read: the run's Checkpoints, or the folder's Weights, which are read alike."""
+        return self.weights or Checkpoints(self.run / "checkpoints")
 
 
 def find(config: Config, workdir: pathlib.Path, *, scheduled: bool = False) -> StartingPoint:
@@ -84,6 +89,8 @@ def find(config: Config, workdir: pathlib.Path, *, scheduled: bool = False) -> S
     source = config.checkpoint.restore_from
     if not source:
         return StartingPoint(0, None, 0, False, f"random, seed {config.train.seed}")
+    if is_folder(source):
+        return _of_folder(config, source)
     path, step = find_source(source)
     reader = Checkpoints(path / "checkpoints")
     steps = reader.steps()
@@ -100,6 +107,19 @@ def find(config: Config, workdir: pathlib.Path, *, scheduled: bool = False) -> S
     reset = config.checkpoint.reset
     start = step if whole and "step" not in reset else 0
     return StartingPoint(start, path, step, whole, words, selection=selection, reset=reset)
+
+
+def _of_folder(config: Config, source: str) -> StartingPoint:
+    """A Hugging Face folder's weights."""
+    from jaxlm.huggingface.weights import Weights
+
+    if config.checkpoint.restore == "all":
+        raise DeclarationError(f"config.checkpoint.restore_from = {source!r} is a Hugging Face folder, which has weights alone; "
+                               "set restore = 'params'.")
+    weights = Weights(source, "config.checkpoint.restore_from")
+    selection = Selection(config.checkpoint.include, config.checkpoint.rename)
+    return StartingPoint(0, weights.path, 0, False, f"{source} ({weights.family.model_type} of Hugging Face)",
+                         selection=selection, weights=weights)
 
 
 def _newest(workdir: pathlib.Path, names: tuple[str, ...], every: int) -> StartingPoint:
@@ -174,14 +194,21 @@ def check(point: StartingPoint, job: Any, data: Any, allow_change: bool) -> str:
     try:
         found = reader.check(point.saved_step, saved, point.selection)
     except DeclarationError as error:
-        keys = model_differences(load_saved_config(point.run), job.config)
+        if point.whole and not any(name.startswith("optimizer/") for name in reader.shapes(point.saved_step)):
+            raise DeclarationError(
+                f"{point.run} holds weights alone, as jaxlm.convert writes them, and cannot be gone on with; train in another "
+                f"--workdir, with --config.checkpoint.restore_from={point.run}."
+            ) from None
+        keys = _differences(point, job)
         hint = ""
-        if not point.seen:                     # another run's: a part of it may be what is wanted
+        if not point.seen and point.weights is None:   # another run's: a part of it may be what is wanted
             hint = ("\nTo take a part of it: config.checkpoint.restore=params (no optimizer), reset=optimizer (a new one, at its "
                     "step), or include=PATHS (some parameters).")
         raise DeclarationError(str(error) + "".join(f"\n{line}" for line in keys) + hint) from None
     anew = f" but for {', '.join(point.reset)}" if point.reset else ""
     words = f"{point.words} ({len(found)} arrays: {f'the whole state{anew}' if point.whole else 'parameters alone'})"
+    if point.weights is not None and (keys := _differences(point, job)):
+        words += "; otherwise than its config.json: " + ", ".join(keys)
     others = [path.removeprefix("params/") for path in flatten(saved) if path not in found]
     if others:
         words += f"; at random, seed {job.config.train.seed}: {', '.join(others)}"
@@ -212,6 +239,13 @@ def order(point: StartingPoint, data: Any, config: Config) -> tuple[Origin, int,
     return origin, saved["next_batch"], lines
 
 
+def _differences(point: StartingPoint, job: Any) -> list[str]:
+    """A line for each key of the model that differs from where it starts."""
+    if point.weights is None:
+        return model_differences(load_saved_config(point.run), job.config)
+    return [f"config.model.{key}: {theirs!r} -> {ours!r}" for key, ours, theirs in point.weights.differences(job.config.model)]
+
+
 def _wanted(point: StartingPoint, job: Any) -> dict[str, Any]:
     """Abstract arrays of what is read. Counters that the checkpoint does not have, since it was written before there were any,
     are not among them."""
@@ -227,11 +261,13 @@ def load(point: StartingPoint, job: Any) -> dict[str, Any]:
     """The state to start from, on the job's devices."""
     if point.run is None:
         return job.initialise()
-    found = point.reader().restore(point.saved_step, _wanted(point, job), point.selection)
+    reader, wanted = point.reader(), _wanted(point, job)
     if not point.whole:
-        state = job.initialise()
-        read = flatten(job.from_saved(found))
-        return unflatten({path: read.get(path, x) for path, x in flatten(state).items()})
+        state = flatten(job.initialise())
+        for path in reader.check(point.saved_step, wanted, point.selection):
+            del state[path]                    # before its like is read: there is room for one
+        return unflatten(state | flatten(job.from_saved(reader.restore(point.saved_step, wanted, point.selection))))
+    found = reader.restore(point.saved_step, wanted, point.selection)
     initial = initial_counters(job.config)
     # A bad step of the past was dealt with as configured then.
     new = {name: value for name, value in initial.items() if name not in found["counters"] or name == "bad_step"}

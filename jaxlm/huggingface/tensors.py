@@ -2,9 +2,10 @@
 
 A file has one tensor for each layer, its matrices as (out, in), with heads and their width in one dim, and some families put
 several matrices into one tensor. Ours are stacked along `layers`, have a dim for everything that has a name, and are separate.
-The pattern of a part names the dims of its piece of the file's tensor: 'heads head_dim, embed' is a matrix whose rows are the heads'
-numbers, head by head. What is in the pattern and in the ArraySpec of our array decides shapes, reshaping and transposition; all
-that is done to a memory-mapped tensor is a view, and numbers move once, from the file to where they are to lie or back.
+The pattern of a part names the dims of its piece of the file's tensor: 'heads head_dim, embed' is a matrix whose rows are the
+numbers of the heads, head by head. What is in the pattern and in the ArraySpec of our array decides shapes, reshaping and
+transposition; all that is done to a memory-mapped tensor is a view, and numbers move once, from the file to where they are to lie
+or back.
 """
 
 import concurrent.futures

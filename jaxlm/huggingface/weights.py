@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlm.checkpoints import Selection, match
+from jaxlm.selection import Selection, match
 from jaxlm.config import ModelConfig
-from jaxlm.huggingface.architecture import family_of, model_values
+from jaxlm.huggingface.architecture import family_of, mismatches, model_values
 from jaxlm.huggingface.families import BUFFERS, Family
 from jaxlm.huggingface.folder import Tensors, read_config
 from jaxlm.huggingface.tensors import Bound, Tensor, copy, read_into, workers
@@ -39,9 +39,9 @@ class Weights:
           DeclarationError: it is no such folder, of no known family, or a tensor is unknown, missing or misshapen.
         """
         self.path = pathlib.Path(path).expanduser()
-        config = read_config(path, key)
-        self.family = family_of(config)
-        self.model = ModelConfig(**model_values(config))
+        self._config = read_config(path, key)
+        self.family = family_of(self._config)
+        self.model = ModelConfig(**model_values(self._config))
         self.specs = flatten(build_model(self.model).specs)
         self._tensors = Tensors(path)
         self._sources = sources(self.family, self.model, self.specs, self._prefix())
@@ -90,12 +90,17 @@ class Weights:
             path: np.result_type(*(self._tensors.dtype(name) for name in names)) for path, (_, names, _) in self._sources.items()
         }
 
-    def check(self, abstract: Any, selection: Selection | None = None) -> dict[str, str]:
-        """Compares the arrays with those that are asked for (params/<path>); see `checkpoints.match`."""
+    def differences(self, model: ModelConfig) -> list[tuple[str, Any, Any]]:
+        """(key, value, value of the folder's model) of what makes a model another one."""
+        return mismatches(model, self._config)
+
+    def check(self, step: int, abstract: Any, selection: Selection | None = None) -> dict[str, str]:
+        """Compares the arrays with those that are asked for (params/<path>); see `selection.match`. `step` is of no meaning here
+        and in `restore`; with it a folder is read as a run's Checkpoints are."""
         shapes = {f"params/{path}": spec.shape for path, spec in self.specs.items()}
         return match(shapes, abstract, selection or Selection(), str(self.path))
 
-    def restore(self, abstract: Any, selection: Selection | None = None) -> Any:
+    def restore(self, step: int, abstract: Any, selection: Selection | None = None) -> Any:
         """Reads arrays.
 
         Args:
@@ -106,7 +111,7 @@ class Weights:
         Raises:
           DeclarationError: the folder's arrays are not the ones asked for.
         """
-        theirs, wanted = self.check(abstract, selection), flatten(abstract)
+        theirs, wanted = self.check(step, abstract, selection), flatten(abstract)
         return unflatten({path: self._read(theirs[path].removeprefix("params/"), wanted[path]) for path in theirs})
 
     def _read(self, path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
