@@ -11,16 +11,17 @@ from jaxlm.huggingface.families import Family
 from jaxlm.huggingface.tensors import write_from
 from jaxlm.huggingface.weights import Weights, sources
 from jaxlm.models import LanguageModel, build_model
+from kernels.cross_entropy import cross_entropy
 from partitioning.paths import flatten
 
 FOLDERS = pathlib.Path(__file__).parents[2] / "data" / "huggingface"
 NAMES = sorted(path.name for path in FOLDERS.iterdir())
 
 
-def read(folder: pathlib.Path, **changes) -> tuple[LanguageModel, dict, Family]:
+def read(folder: pathlib.Path) -> tuple[LanguageModel, dict, Family]:
     """The model of a folder, its parameters on one device, and its family."""
     weights = Weights(folder)
-    model = build_model(weights.model, **changes)
+    model = build_model(weights.model, remat=("none",))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=place), model.specs)
     return model, weights.restore(0, {"params": wanted})["params"], weights.family
@@ -34,19 +35,14 @@ def reference(name: str) -> dict[str, np.ndarray]:
 
 def computed(model: LanguageModel, params: dict, data: dict) -> tuple[np.ndarray, float, dict]:
     """Logits, mean loss and its gradients for a batch of the fixtures."""
-    batch = dict(inputs=data["tokens"], targets=data["targets"], mask=data["mask"].astype(bool), positions=data["positions"],
-                 segment_ids=data["real"].astype(np.int32))
-
-    def run(params):
-        def mean(params):
-            sums = model.loss(params, batch)
-            return sums.loss / sums.targets
-
-        logits = model.logits(params, batch["inputs"], positions_BL=batch["positions"], segment_ids_BL=batch["segment_ids"])
-        return logits, *jax.value_and_grad(mean)(params)
+    def mean(params):
+        segments = data["real"].astype(np.int32)
+        logits = model.logits(params, data["tokens"], positions_BL=data["positions"], segment_ids_BL=segments)
+        losses, _ = cross_entropy(logits, data["targets"])
+        return (losses * data["mask"]).sum() / data["mask"].sum(), logits
 
     options = {"xla_backend_optimization_level": 0}    # it runs once: compiling is what takes time
-    logits, loss, gradients = jax.jit(run, compiler_options=options)(params)
+    (loss, logits), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True), compiler_options=options)(params)
     return np.asarray(logits), float(loss), gradients
 
 

@@ -1,4 +1,4 @@
-"""Logits, loss and gradients of every family are those of `transformers`: of kept figures everywhere, of a live run where torch is."""
+"""Logits, loss and gradients of every family are those of `transformers`: its kept figures everywhere, a live run where it is."""
 
 import importlib.util
 import pathlib
