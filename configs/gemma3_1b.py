@@ -1,7 +1,7 @@
 """Gemma 3 1B: 999,885,952 parameters.
 
-The shape is of the Gemma team 2025, "Gemma 3" (arXiv:2503.19786): five local layers of 512 tokens, whose RoPE has a base of its own,
-to each global one; norms of queries and keys instead of caps.
+The shape is of the Gemma team 2025, "Gemma 3" (arXiv:2503.19786): five local layers of 512 tokens, whose RoPE has a
+base of its own, to each global one; norms of queries and keys instead of caps.
 How it is trained on is said in `_pretrained`.
 """
 

@@ -1,7 +1,7 @@
 """OLMo 2 7B: 7,298,617,344 parameters.
 
-The shape is of OLMo team 2024, "2 OLMo 2 Furious" (arXiv:2501.00656), table 1: norms after each part alone, and of all queries and
-keys of a token together.
+The shape is of OLMo team 2024, "2 OLMo 2 Furious" (arXiv:2501.00656), table 1: norms after each part alone,
+and of all queries and keys of a token together.
 How it is trained on is said in `_pretrained`.
 """
 

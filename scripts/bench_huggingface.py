@@ -2,11 +2,12 @@
 
     python scripts/bench_huggingface.py --gigabytes=4               onto 8 simulated devices, fsdp=8
     python scripts/bench_huggingface.py --gigabytes=4 --mesh=4,2    fsdp=4 tensor=2
-    python scripts/bench_huggingface.py --gigabytes=4 --processes=4 four processes of two devices, each reads its share
+    python scripts/bench_huggingface.py --gigabytes=4 --processes=4 one of four processes of two devices, its share
 
-A synthetic model of Llama's shape is written first (or found: --folder), and read once so that it is in the page cache. Every figure is of a fresh process: `copy` copies each tensor of the files, or the share that a process would hold, into a fresh
-array, `load` is the project's own. They take turns; the figure is the median of the rounds' ratios. Memory is the peak of resident
-memory beyond what the process had before, pages of the files included.
+A synthetic model of Llama's shape is written first (or found: --folder), and read once so that it is in the page cache. Every
+figure is of a fresh process: `copy` copies each tensor of the files, or as many of its bytes as a process would hold, into a fresh
+array, `load` is the project's own (of several processes the first, alone). They take turns; the figure is the median of the
+rounds' ratios. Memory is the peak of resident memory beyond what the process had before, pages of the files included.
 """
 
 import argparse
@@ -99,6 +100,8 @@ def loading(flags) -> dict:
     config = load_config(str(flags.folder), [*keys, ("precision.params", dtype)])
     wanted = build_job(config, jax.device_count()).on_devices().abstract_saved()["params"]
     jax.block_until_ready(jax.device_put(np.ones(8), jax.local_devices()[0]))
+    if jax.process_index():
+        return {"seconds": 0, "memory": 0, "bytes": 0}
     kept = []
 
     def load():
@@ -109,7 +112,7 @@ def loading(flags) -> dict:
 
 
 def fresh(flags, what: str) -> dict:
-    """One measurement in a process of its own; of several processes, the slowest and the largest of them."""
+    """One measurement in a process of its own; of several processes, of the one that loads."""
     words = [sys.executable, __file__, f"--folder={flags.folder}", f"--mesh={flags.mesh}", f"--processes={flags.processes}"]
     count = flags.processes if what == "load" else 1
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(8 // flags.processes)}

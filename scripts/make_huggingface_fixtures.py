@@ -4,7 +4,8 @@
     ENV/bin/python scripts/make_huggingface_fixtures.py tests/data/huggingface
 
 Writes a folder for each model: config.json, weights, and reference.safetensors with tokens, logits, loss and gradients. Needs
-torch and transformers and nothing of this project. The sequences are longer than the windows; one is padded at its end, one at its beginning.
+torch and transformers and nothing of this project. The sequences are longer than the windows; one is padded at its end, one at
+its beginning.
 """
 
 import pathlib

@@ -142,14 +142,16 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
     target, source = flat
     if target.strides[1] != target.itemsize:  # so that it is the target whose rows are contiguous
         target, source = target.T, source.T
-    tile = min(TILE, max(target.shape))
-    scratch = np.empty((tile, tile + 16), source.dtype)  # rows at distances that are no power of two
-    for j in range(0, target.shape[1], tile):
-        for i in range(0, target.shape[0], tile):
-            piece = source[i : i + tile, j : j + tile].T
-            near = scratch[: piece.shape[0], : piece.shape[1]]
-            near[...] = piece
-            np.copyto(target[i : i + tile, j : j + tile], near.T, casting="unsafe")
+    rows, columns = (min(TILE, n) for n in target.shape)
+    near = np.empty((columns, rows + 16), source.dtype)            # rows at distances that are no power of two
+    turned = np.empty((rows, columns), source.dtype)
+    for j in range(0, target.shape[1], columns):
+        for i in range(0, target.shape[0], rows):
+            piece = source[i:i + rows, j:j + columns].T            # in, turned, out: each in runs of whole cache lines
+            own, out = near[:piece.shape[0], :piece.shape[1]], turned[:piece.shape[1], :piece.shape[0]]
+            own[...] = piece
+            out[...] = own.T
+            np.copyto(target[i:i + rows, j:j + columns], out, casting="unsafe")
 
 
 def _as_matrices(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
