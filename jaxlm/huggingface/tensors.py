@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 import os
+import threading
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,6 +22,7 @@ from partitioning.array import ArraySpec
 
 HALVES, NEIGHBOURS = "halves", "neighbours"  # how the pairs that RoPE turns lie in a head
 TILE = 256  # rows and columns of what is transposed at a time, in cache
+_own = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +144,8 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
     target, source = flat
     if target.strides[1] != target.itemsize:  # so that it is the target whose rows are contiguous
         target, source = target.T, source.T
-    rows, columns = (min(TILE, n) for n in target.shape)
-    near = np.empty((columns, rows + 16), source.dtype)            # rows at distances that are no power of two
-    turned = np.empty((rows, columns), source.dtype)
+    near, turned = _scratch(source.dtype)
+    rows = columns = TILE
     for j in range(0, target.shape[1], columns):
         for i in range(0, target.shape[0], rows):
             piece = source[i:i + rows, j:j + columns].T            # in, turned, out: each in runs of whole cache lines
@@ -152,6 +153,14 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
             own[...] = piece
             out[...] = own.T
             np.copyto(target[i:i + rows, j:j + columns], out, casting="unsafe")
+
+
+def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Two tiles that a thread uses again and again: fresh memory costs more than what is done in it."""
+    if not hasattr(_own, "tiles"):
+        _own.tiles = np.empty(TILE * (TILE + 16) * 8, np.uint8), np.empty(TILE * TILE * 8, np.uint8)
+    near, turned = (memory.view(dtype) for memory in _own.tiles)
+    return near[:TILE * (TILE + 16)].reshape(TILE, TILE + 16), turned[:TILE * TILE].reshape(TILE, TILE)   # lines of odd distance
 
 
 def _as_matrices(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

@@ -18,7 +18,7 @@ from jaxlm.selection import Selection, match
 from jaxlm.config import ModelConfig
 from jaxlm.huggingface.architecture import family_of, mismatches, model_values
 from jaxlm.huggingface.families import BUFFERS, Family
-from jaxlm.huggingface.folder import Tensors, read_config
+from jaxlm.huggingface.folder import Entry, Tensors, read_config
 from jaxlm.huggingface.tensors import Bound, Tensor, copy, read_into, workers
 from jaxlm.models import build_model
 from partitioning.array import ArraySpec
@@ -84,6 +84,11 @@ class Weights:
                 f"differs from {table}; set tie_word_embeddings to false there."
             )
 
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The folder's tensors by name."""
+        return self._tensors.entries
+
     def dtypes(self) -> dict[str, np.dtype]:
         """Path to the dtype that its tensors have (that holds those of all layers)."""
         return {
@@ -115,21 +120,21 @@ class Weights:
         return unflatten({path: self._read(theirs[path].removeprefix("params/"), wanted[path]) for path in theirs})
 
     def _read(self, path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        places = {
-            device: tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, like.shape, strict=True))
-            for device, index in like.sharding.addressable_devices_indices_map(like.shape).items()
-        }
-        blocks = {
-            _key(index): (index, _aligned([part.stop - part.start for part in index], like.dtype)) for index in places.values()
-        }
-        list(workers().map(lambda task: task(), self._tasks(path, list(blocks.values()))))
-        arrays, given = [], set()
-        for device, index in places.items():
-            block = blocks[_key(index)][1]
-            if _key(index) in given:  # a device's memory is its own: it may be donated and overwritten
-                block = _copied(block)
-            given.add(_key(index))
-            arrays.append(jax.device_put(block, device))
+        devices = like.sharding.addressable_devices_indices_map(like.shape)
+        places = [
+            tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, like.shape, strict=True))
+            for index in devices.values()
+        ]
+        blocks = _memory([[part.stop - part.start for part in index] for index in places], like.dtype)
+        first: dict[tuple, np.ndarray] = {}    # a block that several devices hold is read once
+        for index, block in zip(places, blocks, strict=True):
+            first.setdefault(_key(index), block)
+        read = [(index, block) for index, block in zip(places, blocks, strict=True) if first[_key(index)] is block]
+        list(workers().map(lambda task: task(), self._tasks(path, read)))
+        for index, block in zip(places, blocks, strict=True):
+            if first[_key(index)] is not block:
+                copy(block, first[_key(index)])
+        arrays = [jax.device_put(block, device) for block, device in zip(blocks, devices, strict=True)]
         out = jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
         return out.block_until_ready()
 
@@ -193,15 +198,13 @@ def _key(index: tuple[slice, ...]) -> tuple:
     return tuple((part.start, part.stop) for part in index)
 
 
-def _aligned(shape: list[int], dtype: Any) -> np.ndarray:
-    """Memory without values that XLA:CPU can take over as it is."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def _copied(block: np.ndarray) -> np.ndarray:
-    out = _aligned(list(block.shape), block.dtype)
-    copy(out, block)
+def _memory(shapes: list[list[int]], dtype: Any) -> list[np.ndarray]:
+    """Arrays without values, each where XLA:CPU can take it over as it is. They are one piece of memory, which the system can give
+    in large pages; many pieces have many edges, and small pages there."""
+    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes]
+    memory = np.empty(sum(size + ALIGNMENT for size in sizes) + ALIGNMENT, np.uint8)
+    start, out = -memory.ctypes.data % ALIGNMENT, []
+    for shape, size in zip(shapes, sizes, strict=True):
+        out.append(memory[start : start + size].view(dtype).reshape(shape))
+        start += -(-size // ALIGNMENT) * ALIGNMENT
     return out
