@@ -29,6 +29,7 @@ import jax
 from jaxlm import manifest
 from jaxlm.config import CheckpointConfig
 from jaxlm.errors import RunError
+from jaxlm.huggingface.folder import is_folder
 from jaxlm.peers import is_of_a_lost_peer
 from jaxlm.selection import Selection, match
 from partitioning.declaration import DeclarationError
@@ -390,6 +391,8 @@ def find_source(source: str) -> tuple[pathlib.Path, int | None]:
         step = None
     if path.name == "checkpoints":
         path = path.parent
+    if is_folder(path):
+        raise DeclarationError(f"{source} is a Hugging Face folder, and no run directory; `python -m jaxlm.convert from-hf` makes one.")
     if not (path / "config.json").is_file():
         raise DeclarationError(
             f"{source} is no run directory (there is no {path / 'config.json'}); "

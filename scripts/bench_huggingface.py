@@ -5,9 +5,9 @@
     python scripts/bench_huggingface.py --gigabytes=4 --processes=4 one of four processes of two devices, its share
 
 A synthetic model of Llama's shape is written first (or found: --folder), and read once so that it is in the page cache.
-Every figure is of a fresh process: `copy` copies each tensor of the files, or as many of its bytes as a process would hold, into a fresh
-array, `load` is the project's own (of several processes the first, alone). They take turns; the figure is the median of the
-rounds' ratios. Memory is the peak of resident memory beyond what the process had before, pages of the files included.
+Every figure is of a fresh process: `copy` copies each tensor of the files, or as many of its bytes as a process would hold, into
+a fresh array, `load` is the project's own (of several processes the first, alone). They take turns; the figure is the median of
+the rounds' ratios. Memory is the peak of resident memory beyond what the process had before, pages of the files included.
 """
 
 import argparse

@@ -34,7 +34,11 @@ def under(values: Any, defaults: Mapping[str, Mapping[str, Any]]) -> Any:
     data = _section(values, "data")
     if data.get("tokenizer", defaults["data"]["tokenizer"]) == defaults["data"]["tokenizer"]:
         data |= tokenizer_of(source)
-    return {**dict(values.items()), "model": {**_read(source), **own, "from_hf": None}, "data": data}
+    model = {**_read(source), **own, "from_hf": None}
+    length = defaults["data"]["sequence_length"]
+    if data.get("sequence_length", length) == length > model["max_positions"]:
+        data["sequence_length"] = model["max_positions"]
+    return {**dict(values.items()), "model": model, "data": data}
 
 
 def over(values: Any, source: str) -> Any:

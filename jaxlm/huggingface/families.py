@@ -242,7 +242,7 @@ def _write_gemma3(model):
 
 
 def _phi3(config):
-    return {**_gated(config), **read_rope(config), "window_pattern": (config.get("sliding_window"),)}
+    return {**_gated(config), **read_rope(config, partial=True), "window_pattern": (config.get("sliding_window"),)}
 
 
 def _write_phi3(model):
@@ -260,7 +260,7 @@ def _olmo2(config):
 
 
 def _glm(config):
-    return {**_gated(config), **_biases(config, output=False), **read_rope(config)}
+    return {**_gated(config), **_biases(config, output=False), **read_rope(config, partial=True)}
 
 
 def _write_attention_bias(model):

@@ -21,13 +21,16 @@ def _parameters(config: Mapping[str, Any], kind: str = FULL) -> dict[str, Any]:
     return out
 
 
-def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta, rope_fraction and rope_scaling of our model.
+def read_rope(config: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
+    """rope_theta, rope_fraction and rope_scaling of our model. `partial`: whether the family can turn a part of each head.
 
     Raises:
-      DeclarationError: a kind of scaling that is not known.
+      DeclarationError: a kind of scaling that is not known, or a part of each head in another family.
     """
     found = _parameters(config)
+    fraction = float(found.get("partial_rotary_factor", 1.0))
+    if fraction != 1 and not partial:
+        raise DeclarationError(f"config.json has partial_rotary_factor = {fraction}, which its family is not known with.")
     kind = found.get("rope_type") or found.get("type") or "default"
     original = (
         found.get("original_max_position_embeddings")
@@ -58,7 +61,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         raise DeclarationError(f"config.json has RoPE of the type {kind!r}; known: default, linear, llama3, longrope.")
     return {
         "rope_theta": float(found.get("rope_theta", 10_000.0)),
-        "rope_fraction": float(found.get("partial_rotary_factor", 1.0)),
+        "rope_fraction": fraction,
         "rope_scaling": scaling,
     }
 

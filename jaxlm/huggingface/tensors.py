@@ -21,7 +21,7 @@ import numpy as np
 from partitioning.array import ArraySpec
 
 HALVES, NEIGHBOURS = "halves", "neighbours"  # how the pairs that RoPE turns lie in a head
-TILE = 256  # rows and columns of what is transposed at a time, in cache
+ROWS, COLUMNS = 2048, 128  # of what is transposed at a time, in cache
 _own = threading.local()
 
 
@@ -144,28 +144,27 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
     target, source = flat
     if target.strides[1] != target.itemsize:  # so that it is the target whose rows are contiguous
         target, source = target.T, source.T
-    near, turned = _scratch(source.dtype)
-    rows = columns = TILE
+    rows, columns = min(ROWS, target.shape[0]), min(COLUMNS, target.shape[1])
+    # Lines at distances that are no power of two: those share a place in the cache.
+    near = _scratch(columns * (rows + 16), source.dtype).reshape(columns, rows + 16)
     for j in range(0, target.shape[1], columns):
         for i in range(0, target.shape[0], rows):
-            piece = source[i:i + rows, j:j + columns].T            # in, turned, out: each in runs of whole cache lines
-            own, out = near[:piece.shape[0], :piece.shape[1]], turned[:piece.shape[1], :piece.shape[0]]
+            piece = source[i : i + rows, j : j + columns].T
+            own = near[: piece.shape[0], : piece.shape[1]]
             own[...] = piece
-            out[...] = own.T
-            np.copyto(target[i:i + rows, j:j + columns], out, casting="unsafe")
+            np.copyto(target[i : i + rows, j : j + columns], own.T, casting="unsafe")
 
 
-def _scratch(dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Two tiles that a thread uses again and again: fresh memory costs more than what is done in it."""
-    if not hasattr(_own, "tiles"):
-        _own.tiles = np.empty(TILE * (TILE + 16) * 8, np.uint8), np.empty(TILE * TILE * 8, np.uint8)
-    near, turned = (memory.view(dtype) for memory in _own.tiles)
-    return near[:TILE * (TILE + 16)].reshape(TILE, TILE + 16), turned[:TILE * TILE].reshape(TILE, TILE)   # lines of odd distance
+def _scratch(size: int, dtype: np.dtype) -> np.ndarray:
+    """Memory that a thread uses again and again: fresh memory costs more than what is done in it."""
+    if not hasattr(_own, "memory"):
+        _own.memory = np.empty(COLUMNS * (ROWS + 16) * 8, np.uint8)
+    return _own.memory.view(dtype)[:size]
 
 
 def _as_matrices(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Both as views of two dims, if one is the transpose of the other and they are large enough for that to matter."""
-    if target.ndim < 2 or target.size < TILE:
+    if target.ndim < 2 or target.size < COLUMNS:
         return None
     for k in range(1, target.ndim):
         shape = (math.prod(target.shape[:k]), math.prod(target.shape[k:]))

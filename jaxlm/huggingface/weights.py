@@ -199,8 +199,8 @@ def _key(index: tuple[slice, ...]) -> tuple:
 
 
 def _memory(shapes: list[list[int]], dtype: Any) -> list[np.ndarray]:
-    """Arrays without values, each where XLA:CPU can take it over as it is. They are one piece of memory, which the system can give
-    in large pages; many pieces have many edges, and small pages there."""
+    """Arrays without values, each where XLA:CPU can take it over as it is. They are one piece of memory, which the system can
+    give in large pages; many pieces have many edges, and small pages there."""
     sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes]
     memory = np.empty(sum(size + ALIGNMENT for size in sizes) + ALIGNMENT, np.uint8)
     start, out = -memory.ctypes.data % ALIGNMENT, []
