@@ -392,7 +392,8 @@ def find_source(source: str) -> tuple[pathlib.Path, int | None]:
     if path.name == "checkpoints":
         path = path.parent
     if is_folder(path):
-        raise DeclarationError(f"{source} is a Hugging Face folder, and no run directory; `python -m jaxlm.convert from-hf` makes one.")
+        raise DeclarationError(f"{source} is a Hugging Face folder, and no run directory; `python -m jaxlm.convert from-hf` "
+                               "makes one of it.")
     if not (path / "config.json").is_file():
         raise DeclarationError(
             f"{source} is no run directory (there is no {path / 'config.json'}); "
