@@ -8,6 +8,8 @@ import pytest
 from tests.jaxlm.models.tiny import GPT2, LLAMA, B, batch, tiny
 
 SHAPES = {"gpt2": GPT2, "llama": LLAMA, "windows": dict(LLAMA, window_pattern=(3, None), qk_norm=True),
+          "local RoPE": dict(LLAMA, window_pattern=(3, None), rope_local_theta=7.0, rope_fraction=2 / 3, norm_placement="both",
+                             embed_scale=4.0, attention_scale=0.3),
           "unrolled": dict(LLAMA, scan_layers=False, window_pattern=(3, None))}
 
 

@@ -14,6 +14,8 @@ from tests.jaxlm.models.tiny import GPT2, LLAMA, batch, tiny
 
 MULTIPLES = dict(vocab=5, heads=8, kv_heads=4, mlp=7)
 SHAPES = {"llama": LLAMA, "gpt2": dict(GPT2), "qk_norm": dict(LLAMA, qk_norm=True, logit_softcap=5.0, tie_embeddings=True),
+          "qk_norm over all heads": dict(LLAMA, qk_norm=True, qk_norm_over="all", norm_placement="both", norm_unit_offset=True,
+                                         qkv_bias=True, rope_fraction=2 / 3),
           "relu": dict(LLAMA, activation="relu_squared", bias=True)}
 
 
