@@ -9,8 +9,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxlm.huggingface.naming import (
+    AROUND, BEFORE, ENDS, GROUPS, HEADS, K, O, Q, V, attention, chatglm_tensors, gpt2_tensors, joined_mlp, mlp, norms, qk_norms)
 from jaxlm.huggingface.rope import local_theta, read_rope, write_rope
-from jaxlm.huggingface.tensors import NEIGHBOURS, Tensor, linear, norm
+from jaxlm.huggingface.tensors import NEIGHBOURS, Tensor, linear
 from partitioning.declaration import DeclarationError
 
 ACTIVATIONS = {
@@ -111,54 +113,6 @@ def _layer_types(model: Any) -> dict[str, Any]:
         "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
         "sliding_window": next((w for w in windows if w is not None), None),
     }
-
-
-# Tensors, as most families name them.
-
-Q, K, V, O = (f"layers/attention/{name}" for name in ("query", "key", "value", "output"))
-GATE, UP, DOWN = (f"layers/mlp/{name}" for name in ("gate", "up", "down"))
-HEADS, GROUPS = "heads head_dim", "kv_heads head_dim"
-
-
-def _attention(at: str = "layers.{layer}.self_attn", pairs: str = "halves") -> tuple[Tensor, ...]:
-    return (
-        *linear(f"{at}.q_proj", (Q, HEADS, "embed"), pairs=pairs),
-        *linear(f"{at}.k_proj", (K, GROUPS, "embed"), pairs=pairs),
-        *linear(f"{at}.v_proj", (V, GROUPS, "embed")),
-        *linear(f"{at}.o_proj", (O, "embed", HEADS)),
-    )
-
-
-def _mlp(at: str = "layers.{layer}.mlp") -> tuple[Tensor, ...]:
-    return (
-        *linear(f"{at}.gate_proj", (GATE, "mlp", "embed")),
-        *linear(f"{at}.up_proj", (UP, "mlp", "embed")),
-        *linear(f"{at}.down_proj", (DOWN, "embed", "mlp")),
-    )
-
-
-def _joined_mlp(gate_up: str = "layers.{layer}.mlp.gate_up_proj", down: str = "layers.{layer}.mlp.down_proj"):
-    return (*linear(gate_up, (GATE, "mlp", "embed"), (UP, "mlp", "embed")), *linear(down, (DOWN, "embed", "mlp")))
-
-
-def _norms(**names: str) -> tuple[Tensor, ...]:
-    """Our norm of a block to the name of its own."""
-    return tuple(t for ours, name in names.items() for t in norm(f"layers.{{layer}}.{name}", f"layers/{ours}"))
-
-
-def _qk_norms(pattern: str = "head_dim", keys: str = "head_dim") -> tuple[Tensor, ...]:
-    at = "layers.{layer}.self_attn"
-    return (norm(f"{at}.q_norm", f"{Q}_norm", pattern)[0], norm(f"{at}.k_norm", f"{K}_norm", keys)[0])
-
-
-ENDS = (Tensor("embed_tokens.weight", (("embed/embedding", "vocab, embed"),)), *norm("norm", "final_norm"))
-BEFORE = _norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-AROUND = _norms(
-    attention_norm="input_layernorm",
-    attention_out_norm="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_out_norm="post_feedforward_layernorm",
-)
 
 
 def _llama(config):
@@ -299,45 +253,7 @@ def _write_gpt2(model):
     return {"activation_function": names.get(model.activation), "n_inner": model.mlp_dim, "n_ctx": model.max_positions}
 
 
-def _gpt2_tensors():
-    at = "h.{layer}"
-    return (
-        Tensor("wte.weight", (("embed/embedding", "vocab, embed"),)),
-        Tensor("wpe.weight", (("positions/embedding", "place, embed"),)),
-        *norm(f"{at}.ln_1", "layers/attention_norm"),
-        *norm(f"{at}.ln_2", "layers/mlp_norm"),
-        *norm("ln_f", "final_norm"),
-        *linear(f"{at}.attn.c_attn", (Q, HEADS, "embed"), (K, GROUPS, "embed"), (V, GROUPS, "embed"), transposed=True),
-        *linear(f"{at}.attn.c_proj", (O, "embed", HEADS), transposed=True),
-        *linear(f"{at}.mlp.c_fc", (UP, "mlp", "embed"), transposed=True),
-        *linear(f"{at}.mlp.c_proj", (DOWN, "embed", "mlp"), transposed=True),
-    )
-
-
-def _chatglm_tensors():
-    at = "encoder.layers.{layer}"
-    return (
-        Tensor("embedding.word_embeddings.weight", (("embed/embedding", "vocab, embed"),)),
-        *norm("encoder.final_layernorm", "final_norm"),
-        *norm(f"{at}.input_layernorm", "layers/attention_norm"),
-        *norm(f"{at}.post_attention_layernorm", "layers/mlp_norm"),
-        *linear(
-            f"{at}.self_attention.query_key_value",
-            (Q, HEADS, "embed"),
-            (K, GROUPS, "embed"),
-            (V, GROUPS, "embed"),
-            pairs=NEIGHBOURS,
-        ),
-        *linear(f"{at}.self_attention.dense", (O, "embed", HEADS)),
-        *_joined_mlp(f"{at}.mlp.dense_h_to_4h", f"{at}.mlp.dense_4h_to_h"),
-    )
-
-
-def _without(keys: Mapping[str, str], *names: str) -> dict[str, str]:
-    return {ours: theirs for ours, theirs in keys.items() if ours not in names}
-
-
-LLAMA_TENSORS = (*ENDS, *BEFORE, *_attention(), *_mlp())
+LLAMA_TENSORS = (*ENDS, *BEFORE, *attention(), *mlp())
 GEMMA = dict(RMS, norm_placement="both", norm_unit_offset=True)
 GLM = dict(RMS, mlp_bias=False, output_bias=False)
 GLM_DEFAULTS = dict(
@@ -385,7 +301,7 @@ FAMILIES = {
             dict(RMS, qk_norm=True),
             lambda c: _qwen(c) | _biases(c),
             lambda m: _write_qwen(m) | {"attention_bias": m.has_bias("qkv")},
-            (*LLAMA_TENSORS, *_qk_norms()),
+            (*LLAMA_TENSORS, *qk_norms()),
         ),
         Family(
             "gemma2",
@@ -406,7 +322,7 @@ FAMILIES = {
             GEMMA,
             _gemma2,
             _write_gemma2,
-            (*ENDS, *AROUND, *_attention(), *_mlp()),
+            (*ENDS, *AROUND, *attention(), *mlp()),
             expected={"use_bidirectional_attention": (None, False)},
         ),
         Family(
@@ -428,7 +344,7 @@ FAMILIES = {
             dict(GEMMA, qk_norm=True),
             _gemma3,
             _write_gemma3,
-            (*ENDS, *AROUND, *_attention(), *_mlp(), *_qk_norms()),
+            (*ENDS, *AROUND, *attention(), *mlp(), *qk_norms()),
             expected={"use_bidirectional_attention": (None, False), "attn_logit_softcapping": (None,)},
         ),
         Family(
@@ -444,7 +360,7 @@ FAMILIES = {
                 *BEFORE,
                 *linear("layers.{layer}.self_attn.qkv_proj", (Q, HEADS, "embed"), (K, GROUPS, "embed"), (V, GROUPS, "embed")),
                 *linear("layers.{layer}.self_attn.o_proj", (O, "embed", HEADS)),
-                *_joined_mlp(),
+                *joined_mlp(),
             ),
         ),
         Family(
@@ -457,10 +373,10 @@ FAMILIES = {
             _write_attention_bias,
             (
                 *ENDS,
-                *_norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
-                *_attention(),
-                *_mlp(),
-                *_qk_norms(HEADS, GROUPS),
+                *norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+                *attention(),
+                *mlp(),
+                *qk_norms(HEADS, GROUPS),
             ),
         ),
         Family(
@@ -471,7 +387,7 @@ FAMILIES = {
             GLM,
             _glm,
             _write_attention_bias,
-            (*ENDS, *BEFORE, *_attention(pairs=NEIGHBOURS), *_joined_mlp()),
+            (*ENDS, *BEFORE, *attention(pairs=NEIGHBOURS), *joined_mlp()),
         ),
         Family(
             "glm4",
@@ -483,14 +399,14 @@ FAMILIES = {
             _write_attention_bias,
             (
                 *ENDS,
-                *_norms(
+                *norms(
                     attention_norm="input_layernorm",
                     attention_out_norm="post_self_attn_layernorm",
                     mlp_norm="post_attention_layernorm",
                     mlp_out_norm="post_mlp_layernorm",
                 ),
-                *_attention(pairs=NEIGHBOURS),
-                *_joined_mlp(),
+                *attention(pairs=NEIGHBOURS),
+                *joined_mlp(),
             ),
         ),
         Family(
@@ -511,7 +427,7 @@ FAMILIES = {
             dict(norm="layernorm", position="learned", bias=True),
             _gpt2,
             _write_gpt2,
-            _gpt2_tensors(),
+            gpt2_tensors(),
             prefix="transformer.",
             expected={
                 "scale_attn_weights": (True,),
@@ -537,7 +453,7 @@ FAMILIES = {
             dict(GLM, rope_fraction=0.5),
             _chatglm,
             _write_chatglm,
-            _chatglm_tensors(),
+            chatglm_tensors(),
             prefix="transformer.",
             head="transformer.output_layer.weight",
             expected={
