@@ -52,12 +52,15 @@ def test_a_padded_model_computes_the_same_and_its_padding_counts_for_nothing(sha
     def graded(model, params):
         return jax.jit(jax.value_and_grad(lambda p: sum(model.loss(p, batch(), z_loss=0.01)[:2])))(params)
 
+    def is_close(a, b):                        # the gradient is of a sum: an array's rounding goes with its largest elements
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * max(5, np.abs(b).max()))
+
     loss, gradients = graded(model, params)
     for filling in (zeros, noise):
         ours, padded_gradients = graded(padded, filling)
         np.testing.assert_allclose(ours, loss, rtol=1e-6)
         true = jax.tree.map(lambda x, spec: cut(x, spec.true_shape), padded_gradients, padded.specs)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), true, gradients)
+        jax.tree.map(is_close, true, gradients)
         if filling is zeros:
             jax.tree.map(lambda x, t: np.testing.assert_equal(np.count_nonzero(x), np.count_nonzero(t)), padded_gradients, true)
 
