@@ -42,7 +42,7 @@ FREE = (
     "data.workers",
 )
 # These, too, where config.data.on_change says how the order goes on.
-ORDER = ("data.train", "data.sequence_length", "data.pack", "data.temperature", "data.stages")
+ORDER = ("data.train", "data.sequence_length", "data.pack", "data.seed", "data.temperature", "data.stages")
 # Of the model's keys, those that a user may change knowingly; any other makes another model.
 CHANGEABLE_MODEL = ("model.dropout", "model.max_positions")
 

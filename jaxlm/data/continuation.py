@@ -2,8 +2,9 @@
 
 The same data in the same order goes on at its next batch. Where a source's share changed (weights, stages, temperature, batch
 size, sources that came or went), every source goes on with the example after its last one: none comes again before its epoch is
-over. Where a source's examples changed (sequence length, packing, text, tokenizer), the ones that it had given are none of the
-new ones, and it goes on with its next epoch; what was left of the last one is passed over. The latter is never done unasked.
+over. Where a source's examples or their order changed (sequence length, packing, seed, text, tokenizer), the ones that it had
+given are none of the next ones, and it goes on with its next epoch; what was left of the last one is passed over. The latter is
+never done unasked.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from jaxlm.data.corpus import Data
 from jaxlm.data.mixture import Mixture, Origin
 from partitioning.declaration import DeclarationError
 
-CUT = ("sequence_length", "pack")  # keys of config.data that change the examples
+CUT = ("sequence_length", "pack", "seed")  # keys of config.data that change the examples, or which of them come when
 SHARES = ("names", "stages")
 
 
@@ -43,7 +44,7 @@ def origin_of(saved: dict[str, Any] | None, next_batch: int, data: Data, config:
     if saved is None:
         return Origin(), []
     new = described(data.mixture(config.train.global_batch_size, config.data.seed), data, config, 0)
-    changed = [name for name in ("names", "stages", "batch_size", *CUT, "sha256") if new[name] != saved[name]]
+    changed = [name for name in ("names", "stages", "batch_size", *CUT, "sha256") if new[name] != saved.get(name, new[name])]
     if not changed:
         return Origin(saved["origin"]["batch"], tuple(saved["origin"]["taken"])), []
     declared = [name for name in changed if name in SHARES + CUT]
@@ -78,6 +79,7 @@ _WORDS = {
     "batch_size": "the batch size",
     "sequence_length": "the sequence length",
     "pack": "the packing",
+    "seed": "the seed",
     "sha256": "the tokens",
 }
 

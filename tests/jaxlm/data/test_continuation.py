@@ -2,9 +2,12 @@
 
 import dataclasses
 import itertools
+import json
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from jaxlm.config import Config, DataConfig, TrainConfig
 from jaxlm.data import open_data, train_batches
@@ -49,6 +52,7 @@ def test_the_same_order_goes_on_from_where_it_is_counted(texts):
 @pytest.mark.parametrize("change, words", [
     (dict(weights=(1, 1)), "the shares: a 0.75 b 0.25 -> a 0.5 b 0.5"),
     (dict(sequence_length=16), "the sequence length: 8 -> 16"), (dict(pack="best_fit"), "the packing: split -> best_fit"),
+    (dict(seed=1), "the seed: 0 -> 1"),
     (dict(temperature=2.0), "the shares"), (dict(stages=((9, {"b": 1}),)), "then a 0 b 1 from step 10"),
     (dict(weights=(1,), names=("a",)), "the sources")])
 def test_another_order_is_refused_unless_a_rule_is_declared(texts, change, words):
@@ -76,6 +80,33 @@ def test_other_weights_and_batch_sizes_repeat_nothing_before_an_epoch_is_over(te
     for name in "ab":
         whole = [r for b in itertools.islice(alone[name], 40) for r in b["targets"].tolist() if (r[0] >= 97) == (name == "a")]
         assert seen[name] == whole[:len(seen[name])] and seen[name]
+
+
+@hypothesis.settings(max_examples=20, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([(3, 1), (1, 1), (0, 1)]), st.sampled_from([2, 5])),
+                           min_size=1, max_size=6))
+def test_killed_at_any_moments_and_changed_meanwhile_every_source_goes_through_its_epochs(texts, lives):
+    """Each life ends somewhere behind its newest checkpoint, and the next one may have other shares."""
+    given, batch, order, last = {"a": [], "b": []}, 0, None, None
+    for count, *now in lives:
+        weights, batch_size = now
+        one = config(texts, weights=weights, batch_size=batch_size, on_change="continue")
+        data = open_data(one.data, 257)
+        origin, _ = resume(one, order, batch)
+        if now == last:
+            assert origin == Origin(order["origin"]["batch"], tuple(order["origin"]["taken"])), "the same order goes on"
+        mixture = data.mixture(batch_size, 0, origin)
+        for step, found in enumerate(train_batches(mixture, batch_size=batch_size, seed=0, start_step=batch, prefetch=0)):
+            if step == count:
+                break                          # the checkpoint; what comes now is lost
+            numbers = (batch + step - origin.batch) * batch_size + np.arange(batch_size)
+            for row, whose, which in zip(found["targets"], *mixture.locate(numbers)):
+                assert (row[0] >= 97) == (whose == 0), "the row is of the source that it is counted for"
+                given[mixture.names[whose]].append(int(which))
+        batch, last = batch + count, now
+        order = json.loads(json.dumps(described(mixture, data, one, batch)))
+    for name, which in given.items():
+        assert which == list(range(len(which))), "none twice, none left out"
 
 
 def test_examples_that_are_cut_anew_begin_with_the_next_epoch(texts):
