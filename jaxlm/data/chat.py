@@ -1,8 +1,9 @@
 """Conversations: messages become text by a Jinja chat template, and what the assistant says is what is learnt.
 
 A record of `chat` data is a conversation: `messages`, or a `prompt` and a `completion` (or `chosen`). A record of `preference`
-data has a `prompt` (which may be missing) and two continuations, `chosen` and `rejected`. Each of these is a list of
-{"role", "content"}, or a string, which is then one message: the user's as a prompt, the assistant's otherwise.
+data has a `prompt` and two continuations, `chosen` and `rejected`. Each of these is a list of {"role", "content"}, or a string,
+which is then one message: the user's as a prompt, the assistant's otherwise. Continuations that begin with the prompt are whole
+conversations and do not repeat it; where a pair has no `prompt`, it is the messages that both begin with.
 
 Targets are the tokens of the assistant's turns and the special token that ends each; a conversation that ends without one gets
 the tokenizer's end token, so that the end is always learnt. What the assistant says is known by the template's own
@@ -12,6 +13,7 @@ to its end: the template must then only ever add text.
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -41,7 +43,8 @@ def conversation_of(record: dict) -> tuple[bytes | None, str]:
             if answer is None:
                 fields = ", ".join(map(repr, list(record)[:8])) or "none"
                 return None, f"has no messages and no prompt with completion or chosen (its fields: {fields})"
-            messages = [*_messages(record, "prompt", "user"), *_messages(record, answer, "assistant")]
+            prompt = _messages(record, "prompt", "user")
+            messages = [*prompt, *_after(prompt, _messages(record, answer, "assistant"))]
     except TemplateError as error:
         return None, str(error)
     if not any(message["role"] == "assistant" for message in messages):
@@ -52,13 +55,25 @@ def conversation_of(record: dict) -> tuple[bytes | None, str]:
 def preference_of(record: dict) -> tuple[bytes | None, str]:
     """The pair of a record of preference data, as JSON, or what is wrong with it."""
     try:
-        pair = {
-            "prompt": _messages(record, "prompt", "user") if "prompt" in record else [],
-            **{name: _messages(record, name, "assistant") for name in ("chosen", "rejected")},
-        }
+        answers = [_messages(record, name, "assistant") for name in ("chosen", "rejected")]
+        if "prompt" in record:
+            prompt = _messages(record, "prompt", "user")
+        else:
+            alike = itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))
+            prompt = [message for message, _ in alike][: min(map(len, answers)) - 1]
     except TemplateError as error:
         return None, str(error)
+    chosen, rejected = (_after(prompt, answer) for answer in answers)
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not any(message["role"] == "assistant" for message in answer):
+            return None, f"has no message of the role 'assistant' in the field {name!r} (behind the prompt)"
+    pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     return json.dumps(pair, ensure_ascii=False).encode("utf-8", "replace"), ""
+
+
+def _after(prompt: list[dict], answer: list[dict]) -> list[dict]:
+    """An answer without the prompt that it may begin with."""
+    return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
 
 
 def _messages(record: dict, field: str, role: str) -> list[dict]:
@@ -167,8 +182,7 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or i < after:
                 continue
-            begin = self.render(messages[:i], generation_prompt=True) if i else ""
-            end = self.render(messages[: i + 1])
+            begin, end = self._opening(messages[:i], text), self.render(messages[: i + 1])
             if not (text.startswith(end) and end.startswith(begin)):
                 raise TemplateError(
                     "has an assistant's turn that the chat template renders differently once more follows; give a "
@@ -177,6 +191,16 @@ class ChatTemplate:
                 )
             spans.append((len(begin), len(end)))
         return text, spans
+
+    def _opening(self, before: Sequence[dict], text: str) -> str:
+        """What a conversation says up to the assistant's turn behind the messages `before`."""
+        if before:
+            return self.render(before, generation_prompt=True)
+        try:  # the assistant has the first word, and many a template fails without any
+            opening = self.render(before, generation_prompt=True)
+        except TemplateError:
+            return ""
+        return opening if text.startswith(opening) else ""
 
     def encode(self, messages: Sequence[dict], after: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 [T] of a conversation, and whether each is a target: bool [T].

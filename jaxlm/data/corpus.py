@@ -261,15 +261,15 @@ def _open_text(
         heads, tails, inside = list(corpus.documents[:first]), list(corpus.documents[first:]), False
     else:
         heads, tails, inside = hold_out(corpus.documents, held_out)
-    train = encoder.encode(heads, closed=several and not inside).stream()
-    evaluation = encoder.encode(tails, closed=config.pack == "best_fit").stream() if tails else None
+    encoded = encoder.encode(heads, closed=several and not inside), encoder.encode(tails, closed=config.pack == "best_fit")
+    train, evaluation = encoded[0].stream(), encoded[1].stream() if tails else None
     if evaluation is not None and inside and encoder.bos is not None and encoder.template is None:  # it begins in a document
         evaluation = evaluation.cut(1, len(evaluation), 0, evaluation.bytes)
     return _Opened(
         train,
         evaluation,
         _say(names, len(corpus.files), len(corpus.documents)),
-        corpus.skipped,
+        corpus.skipped + sum(part.skipped for part in encoded),
         corpus.blank,
         len(corpus.documents),
     )

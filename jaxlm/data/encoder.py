@@ -7,12 +7,13 @@ conversation what its template writes. Both in a training run and in `python -m 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxlm.config import DataConfig
-from jaxlm.data.chat import ChatTemplate, TemplateError, conversation_of, load_template, preference_of
+from jaxlm.data.chat import ChatTemplate, Pair, TemplateError, conversation_of, load_template, preference_of
 from jaxlm.data.sources import Extract, text_extract
 from jaxlm.data.token_cache import OPTIONS, Encoded
 from jaxlm.data.tokenizer import Tokenizer, load_tokenizer
@@ -43,13 +44,12 @@ class Encoder:
           closed: whether the last document of text gets its end token too.
 
         Raises:
-          DeclarationError: a conversation that the template cannot render, unless bad records are to be skipped; it is then an
-            empty document.
+          DeclarationError: a conversation that the template cannot render, unless bad records are to be skipped.
         """
-        losses = None
+        losses, given = None, len(documents)
         if self.template is not None:
-            found = [self._chat(document) for document in documents]
-            ids, losses = [i for i, _ in found], [loss for _, loss in found]
+            found = [(document, tokens) for document in documents if (tokens := self._chat(document)) is not None]
+            documents, ids, losses = ([document for document, _ in found], *([t[i] for _, t in found] for i in (0, 1)))
         else:
             ids = self.tokenizer.encode_documents(documents)
         before = [] if self.bos is None or losses else [self.bos]
@@ -65,18 +65,30 @@ class Encoder:
         if after and len(ids) and not closed:
             tokens, ends[-1] = tokens[:-1], ends[-1] - 1
         loss = None if losses is None else np.concatenate([np.zeros(0, bool), *losses]).astype(np.uint8)
-        return Encoded(tokens, ends, np.cumsum([len(document) for document in documents], dtype=np.int64), loss)
+        bytes_before = np.cumsum([len(document) for document in documents], dtype=np.int64)
+        return Encoded(tokens, ends, bytes_before, loss, given - len(documents))
 
-    def _chat(self, document: bytes) -> tuple[np.ndarray, np.ndarray]:
+    def _chat(self, document: bytes) -> tuple[np.ndarray, np.ndarray] | None:
+        return self._rendered(document, self.template.encode)
+
+    def pair(self, document: bytes) -> Pair | None:
+        """The pair of a record of preference data, as `chat.preference_of` gives it; None where it is skipped.
+
+        Raises:
+          DeclarationError: the template cannot render it, unless bad records are to be skipped.
+        """
+        return self._rendered(document, lambda found: self.template.encode_pair(**found))
+
+    def _rendered(self, document: bytes, encode: Callable[[Any], Any]) -> Any:
         try:
-            return self.template.encode(json.loads(document))
+            return encode(json.loads(document))
         except TemplateError as error:
             if not self.skip:
                 raise DeclarationError(
                     f"a conversation that begins {document[:80].decode('utf-8', 'replace')!r} {error}. Mend it, or "
                     "set config.data.on_bad_record='skip'."
                 ) from None
-            return np.zeros(0, np.int32), np.zeros(0, bool)
+            return None
 
     @property
     def context(self) -> int | None:

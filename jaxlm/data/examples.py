@@ -92,6 +92,7 @@ class Examples:
             if self.stream.loss is not None:
                 mask[r] &= self._loss(place)
         self.stream.check(inputs)
+        self.stream.check(targets[:, -1])
         return {"inputs": inputs, "targets": targets, "mask": mask}
 
     def _window(self, place: int) -> np.ndarray:

@@ -6,13 +6,14 @@ Files come in the order in which they are named, the matches of a glob sorted; a
 first place. A folder stands for itself where it is a token cache or a Hugging Face data set on disk.
 """
 
+import contextlib
 import dataclasses
 import glob
 import gzip
 import io
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from jaxlm.data.extras import needed
@@ -72,19 +73,19 @@ class File:
 
     def size(self) -> int:
         """Bytes, as stored."""
-        try:
+        with _readable(self.name):
             if self.remote:
                 return int(_file_system(self.name).size(self.name) or 0)
             return sum(p.stat().st_size for p in self.path.rglob("*")) if self.path.is_dir() else self.path.stat().st_size
-        except (OSError, ValueError) as error:
-            raise DeclarationError(f"{self.name} cannot be read: {_why(error)}.") from None
+
+    def open_stored(self) -> BinaryIO:
+        """Opens it for reading, compressed if it is."""
+        with _readable(self.name):
+            return _file_system(self.name).open(self.name, "rb") if self.remote else open(self.name, "rb")
 
     def open(self) -> BinaryIO:
         """Opens it for reading; what is compressed is read decompressed."""
-        try:
-            raw = _file_system(self.name).open(self.name, "rb") if self.remote else open(self.name, "rb")
-        except (OSError, ValueError) as error:
-            raise DeclarationError(f"{self.name} cannot be read: {_why(error)}.") from None
+        raw = self.open_stored()
         if self.compression == ".gz":
             return gzip.open(raw, "rb")
         if self.compression == ".zst":
@@ -124,8 +125,18 @@ class _Zstd(io.RawIOBase):
         super().close()
 
 
-def _why(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Turns what goes wrong while a file is looked for into a message. Every remote file system has errors of its own."""
+    try:
+        yield
+    except DeclarationError:
+        raise
+    except Exception as error:
+        if "://" not in name and not isinstance(error, (OSError, ValueError)):
+            raise
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise DeclarationError(f"{name} cannot be read: {why}.") from None
 
 
 def _file_system(url: str):
@@ -182,8 +193,8 @@ def _is_data(folder: str) -> bool:
 
 
 def _remote(url: str, key: str) -> list[File]:
-    system = _file_system(url)
-    try:
+    with _readable(url):
+        system = _file_system(url)
         if not glob.has_magic(url):
             if not system.exists(url):
                 raise DeclarationError(f"{key}: there is no file {url!r}.")
@@ -192,8 +203,6 @@ def _remote(url: str, key: str) -> list[File]:
         found = system.glob(url, detail=True)
         files = [match for match, facts in found.items() if facts["type"] != "directory"]
         names = sorted(match if "://" in match else f"{protocol}://{match}" for match in files)
-    except OSError as error:
-        raise DeclarationError(f"{key}: {url} cannot be read: {_why(error)}.") from None
     if not names:
         raise DeclarationError(f"{key}: no file matches {url!r}.")
     return [_checked(File(name, named=False), key) for name in names]

@@ -1,7 +1,6 @@
 """What training would see, as people read it: text with its borders and what is masked, counts, how long documents are."""
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -103,4 +102,6 @@ def preferences(encoder: Encoder, train: Sequence[Any], on_bad_record: str) -> I
     for source in declared_sources(train):
         for file in find_files(source.paths, "config.data.train"):
             for document in documents_of(file, encoder.extract, on_bad_record, counts):
-                yield encoder.template.encode_pair(**json.loads(document))
+                pair = encoder.pair(document)
+                if pair is not None:
+                    yield pair

@@ -235,11 +235,15 @@ def _dataset(file: File) -> Iterator[tuple[str, Any]]:
     row = 0
     for name in names:
         part = File(str(folder / name))
-        with arrow.memory_map(str(part.path)) as source:
-            for batch in _of_arrow(part, lambda: arrow.ipc.open_stream(source)):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield f"{folder}: row {row}", record
+
+        def batches() -> Iterator[Any]:
+            with arrow.memory_map(str(part.path)) as source:
+                yield from arrow.ipc.open_stream(source)
+
+        for batch in _of_arrow(part, batches):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{folder}: row {row}", record
 
 
 def _of_arrow(file: File, batches: Callable[[], Iterable]) -> Iterator[Any]:

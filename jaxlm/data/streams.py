@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxlm.errors import RunError
+from partitioning.declaration import DeclarationError
 
 SCANNED = 1 << 24  # tokens that are looked at together
 
@@ -97,11 +97,14 @@ class Stream:
         return out
 
     def check(self, ids: np.ndarray) -> None:
-        """Raises RunError where ids that were read are none of the model's."""
-        if self.limit is not None and ids.size and int(ids.max()) >= self.limit:
-            raise RunError(
-                f"the token files hold the id {int(ids.max())}, but config.model.vocab_size = {self.limit}: they are of "
-                "another tokenizer, or of another width (uint16 or uint32) than their header or name says."
+        """Raises DeclarationError where ids that were read are none of the model's."""
+        if self.limit is None or not ids.size:
+            return
+        wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        if not 0 <= wrong < self.limit:
+            raise DeclarationError(
+                f"the token files hold the id {wrong}, but config.model.vocab_size = {self.limit}: they are of another "
+                "tokenizer, or of another width than config.data.token_dtype says (uint16 or uint32)."
             )
 
     def cut(self, begin: int, end: int, byte_begin: int | None = None, byte_end: int | None = None) -> "Stream":

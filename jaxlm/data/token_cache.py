@@ -27,7 +27,8 @@ from partitioning.declaration import DeclarationError
 
 FORMAT = 1
 ARRAYS = {"tokens.bin": None, "ends.bin": "<i8", "byte_ends.bin": "<i8", "loss.bin": "u1"}  # None: of the manifest
-SAMPLE = 1 << 16  # bytes of a file's beginning, middle and end that are checked at every opening
+WHOLE = 1 << 32  # a cache of so many bytes is compared byte by byte at every opening (a second), a larger one by samples:
+SAMPLE = 1 << 16  # bytes of each file's beginning, middle and end
 # Options that make other tokens of the same text; config.data has them under these names.
 OPTIONS = ("content", "bos", "eos", "text_field")
 
@@ -104,7 +105,7 @@ def open_cache(file: File, tokenizer: Tokenizer, options: dict[str, Any]) -> Str
     """
     folder = file.path
     manifest = read_manifest(folder)
-    found = damage(folder, manifest, whole=False)
+    found = damage(folder, manifest, whole=sum(facts["bytes"] for facts in manifest["files"].values()) <= WHOLE)
     if found:
         raise DeclarationError(
             f"{folder} is not as its manifest says: {'; '.join(found)}. Make the cache anew, or copy it again."
@@ -142,13 +143,15 @@ def open_cache(file: File, tokenizer: Tokenizer, options: dict[str, Any]) -> Str
 class Encoded:
     """Some documents as tokens: what a part of a cache holds, and a stream in memory too.
 
-    tokens [T]; ends int64 [D]; byte_ends int64 [D]; loss uint8 [T] or None.
+    tokens [T]; ends int64 [D]; byte_ends int64 [D]; loss uint8 [T] or None; skipped: conversations that are not among them,
+    because their template cannot render them.
     """
 
     tokens: np.ndarray
     ends: np.ndarray
     byte_ends: np.ndarray
     loss: np.ndarray | None
+    skipped: int = 0
 
     def stream(self) -> Stream:
         return Stream((self.tokens,), self.ends, self.byte_ends, None if self.loss is None else (self.loss,))

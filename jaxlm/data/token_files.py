@@ -7,6 +7,7 @@
 A flat file does not say where documents end; that is found from the tokenizer's end token where it is needed.
 """
 
+import dataclasses
 import hashlib
 import pathlib
 import struct
@@ -67,16 +68,19 @@ def read_bin(path: pathlib.Path, *, dtype: str, vocab_size: int, limit: int) -> 
                 f"{path} has {size:,} bytes, which is no whole number of {name} ids; it is cut off, or "
                 "config.data.token_dtype is wrong."
             )
-    tokens = mapped(path, kind.newbyteorder("<"), offset, count)
-    return Stream((tokens,), fingerprint=fingerprint(path, tokens), limit=limit)
+    return _sampled(mapped(path, kind.newbyteorder("<"), offset, count), None, limit)
 
 
-def fingerprint(path: pathlib.Path, tokens: np.ndarray) -> str:
-    """Of a file that may be too large to read whole: its length and 64 stretches of it."""
+def _sampled(tokens: np.ndarray, ends: np.ndarray | None, limit: int) -> Stream:
+    """The stream of a file that may be too large to read whole: it is known by its length and 64 stretches of it, whose ids are
+    checked here, as the others are when they are read."""
     digest = hashlib.sha256(str(tokens.nbytes).encode())
+    out = Stream((tokens,), ends, limit=limit)
     for place in np.linspace(0, max(len(tokens) - 2048, 0), 64).astype(int).tolist():
-        digest.update(np.ascontiguousarray(tokens[place : place + 2048]))
-    return digest.hexdigest()
+        stretch = np.ascontiguousarray(tokens[place : place + 2048])
+        out.check(stretch)
+        digest.update(stretch)
+    return dataclasses.replace(out, fingerprint=digest.hexdigest())
 
 
 def _megatron(path: pathlib.Path, index: pathlib.Path, limit: int) -> Stream:
@@ -108,5 +112,4 @@ def _megatron(path: pathlib.Path, index: pathlib.Path, limit: int) -> Stream:
     document_ends = np.unique(ends[borders - 1]) if len(borders) else np.zeros(0, np.int64)
     if total and (not len(document_ends) or document_ends[-1] != total):
         document_ends = np.append(document_ends, total)
-    tokens = mapped(path, kind.newbyteorder("<"), 0, total)
-    return Stream((tokens,), document_ends, fingerprint=fingerprint(path, tokens), limit=limit)
+    return _sampled(mapped(path, kind.newbyteorder("<"), 0, total), document_ends, limit)

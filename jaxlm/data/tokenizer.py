@@ -8,7 +8,6 @@ Text comes out of a language model id by id, while a character may take several 
 holds back what is incomplete.
 """
 
-import bisect
 import codecs
 import dataclasses
 import functools
@@ -170,14 +169,12 @@ class HuggingFaceTokenizer(Tokenizer):
     model: Any = dataclasses.field(default=None, repr=False, compare=False)          # tokenizers.Tokenizer
 
     def encode_documents(self, documents):
-        out = []
-        for some in _groups(documents):                                # bounds the library's memory; it uses all cores within
-            cut = [list(pieces_of(document.decode("utf-8"), self._ids)) for document in some]
-            ids = iter(self._arrays([piece for pieces in cut for piece in pieces]))
-            for pieces in cut:
-                arrays = [next(ids) for _ in pieces]
-                out.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
-        return out
+        out: list[list[np.ndarray]] = [[] for _ in documents]
+        pieces = ((i, piece) for i, text in enumerate(documents) for piece in pieces_of(text.decode("utf-8"), self._ids))
+        for some in _groups(pieces):                                   # bounds the library's memory; it uses all cores within
+            for (i, _), ids in zip(some, self._arrays([piece for _, piece in some])):
+                out[i].append(ids)
+        return [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in out]
 
     def _ids(self, texts):
         return [encoding.ids for encoding in self.model.encode_batch_fast(texts, add_special_tokens=False)]
@@ -196,15 +193,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return TextStream(self)
 
 
-def _groups(documents: Sequence[bytes], count: int = 1024, size: int = 1 << 24) -> Iterator[list[bytes]]:
-    """Runs of documents, of at most `count` and about `size` bytes."""
-    ends = np.cumsum([len(document) for document in documents]).tolist()
-    start = 0
-    while start < len(documents):
-        before = ends[start - 1] if start else 0
-        stop = min(start + count, max(start + 1, bisect.bisect_right(ends, before + size)))
-        yield list(documents[start:stop])
-        start = stop
+def _groups(pieces: Iterable[tuple[int, str]], count: int = 1024, size: int = 1 << 23) -> Iterator[list[tuple[int, str]]]:
+    """Runs of numbered pieces, of at most `count` and about `size` characters."""
+    some, held = [], 0
+    for piece in pieces:
+        some.append(piece)
+        held += len(piece[1])
+        if len(some) == count or held >= size:
+            yield some
+            some, held = [], 0
+    if some:
+        yield some
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,9 @@ that are done and makes the others. In the end the parts are put one after the o
 """
 
 import collections
-import concurrent.futures
+import concurrent.futures.process
+import contextlib
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -26,10 +28,12 @@ from jaxlm.data.encoder import Encoder, make_encoder
 from jaxlm.data.files import CACHE, File, find_files
 from jaxlm.data.sources import Counts, documents_of
 from jaxlm.data.token_cache import ARRAYS, FORMAT, checksums, crc_of, read_manifest
+from jaxlm.errors import RunError
 from partitioning.declaration import DeclarationError
 
 PARTS, SMALLEST, LARGEST = 256, 1 << 20, 64 << 20  # of all text, and the bytes of a .jsonl file in one
 GROUP = 2 << 20  # bytes of text that are encoded together
+PATIENCE = 3  # seconds that another process may go on writing in the folder
 _encoder: Encoder | None = None  # in a worker: what it encodes with
 
 
@@ -55,7 +59,16 @@ def make_cache(config: DataConfig, out: pathlib.Path, *, workers: int, progress:
         raise DeclarationError(
             f"{out} holds a token cache of other text, another tokenizer or other options; give another --out."
         )
-    _start(out, plan)
+    with _start(out, plan):
+        if (out / CACHE).exists():  # another process has just finished it
+            return read_manifest(out)
+        return _make(config, encoder, plan, out, workers, progress)
+
+
+def _make(
+    config: DataConfig, encoder: Encoder, plan: dict[str, Any], out: pathlib.Path, workers: int, progress: Callable
+) -> dict[str, Any]:
+    """The parts that are not there yet, then the whole."""
     units = plan["units"]
     done = {i: facts for i in range(len(units)) if (facts := _facts(out, i)) is not None}
     total, ready = sum(u["bytes"] for u in units), sum(units[i]["bytes"] for i in done)
@@ -83,6 +96,10 @@ def _parts_made(
         try:
             for future in concurrent.futures.as_completed(running):
                 yield running[future], future.result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise RunError(
+                "a worker was killed, most often for want of memory; run the same command again, with fewer --workers."
+            ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -113,7 +130,9 @@ def _plan(config: DataConfig, encoder: Encoder) -> dict[str, Any]:
     }
 
 
-def _start(out: pathlib.Path, plan: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def _start(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[None]:
+    """Makes the folder, or finds that it has been begun in the same way. Nobody else writes there while this is entered."""
     path = out / "plan.json"
     if path.exists():
         if json.loads(path.read_text("utf-8")) != json.loads(json.dumps(plan)):
@@ -121,11 +140,25 @@ def _start(out: pathlib.Path, plan: dict[str, Any]) -> None:
                 f"{out} holds the beginning of a token cache of other text (the sources may have changed since), "
                 "another tokenizer or other options; remove it, or give another --out."
             )
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DeclarationError(f"--out={out} is there and holds no token cache; give a folder that is empty or new.")
-    (out / "parts").mkdir(parents=True, exist_ok=True)
-    _write(path, json.dumps(plan, indent=1))
+    else:
+        if out.exists() and (not out.is_dir() or any(p.name != "plan.json.draft" for p in out.iterdir())):
+            raise DeclarationError(f"--out={out} is there and holds no token cache; give a folder that is empty or new.")
+        out.mkdir(parents=True, exist_ok=True)
+        _write(path, json.dumps(plan, indent=1))
+    with open(path, "rb") as handle:
+        for attempt in range(PATIENCE * 10 + 1):  # the workers of a run that was killed hold it for half a second more
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == PATIENCE * 10:
+                    raise DeclarationError(f"another process is making {out}; wait for its end, or give another --out.") from None
+                time.sleep(0.1)
+            except OSError:
+                break  # a file system without locks
+        if path.exists():
+            (out / "parts").mkdir(exist_ok=True)
+        yield
 
 
 def _write(path: pathlib.Path, text: str) -> None:
@@ -177,7 +210,9 @@ def _make_part(out: str, i: int, unit: dict[str, Any], on_bad_record: str) -> di
         for name, handle in handles.items():
             array = arrays[name]
             handle.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
-        totals.update(tokens=len(encoded.tokens), bytes=int(encoded.byte_ends[-1]), documents=len(some))
+        counts.skipped += encoded.skipped
+        size = int(encoded.byte_ends[-1]) if len(encoded.ends) else 0
+        totals.update(tokens=len(encoded.tokens), bytes=size, documents=len(encoded.ends))
     for handle in handles.values():
         handle.flush()
         os.fsync(handle.fileno())
@@ -205,8 +240,7 @@ def groups(documents: Iterator[bytes], size: int = GROUP) -> Iterator[list[bytes
 def _sha256(file: File) -> str:
     """Of a file as it is stored."""
     digest = hashlib.sha256()
-    plain = File(file.name) if not file.compression else None
-    with plain.open() if plain is not None or file.remote else open(file.name, "rb") as handle:
+    with file.open_stored() as handle:
         while piece := handle.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()

@@ -34,7 +34,7 @@ def test_any_rows_from_any_start_are_rows_of_the_one_order(size, length, batch_s
     whole = take(start + 3, examples, batch_size=batch_size, seed=seed, prefetch=0)
     cuts = sorted(data.draw(st.sets(st.integers(1, batch_size), max_size=3)) | {0, batch_size})
     parts = [take(3, examples, batch_size=batch_size, seed=seed, start_step=start, rows=range(a, b),
-                  prefetch=data.draw(st.sampled_from([0, 2])))
+                  prefetch=data.draw(st.sampled_from([0, 2])), workers=data.draw(st.sampled_from([1, 3])))
              for a, b in itertools.pairwise(cuts)]
     for step, pieces in enumerate(zip(*parts)):
         joined = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}

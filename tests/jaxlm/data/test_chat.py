@@ -93,6 +93,40 @@ def test_prompts_and_answers_are_conversations_and_pairs():
     assert "in the field 'rejected'" in preference_of({"prompt": "a", "chosen": "b"})[1]
 
 
+@pytest.mark.parametrize("prompt", ["hi", TALK[:1], None])
+def test_answers_that_begin_with_the_prompt_do_not_repeat_it(prompt):
+    no = {"role": "assistant", "content": "no"}
+    record = {"chosen": TALK, "rejected": [TALK[0], no], **({"prompt": prompt} if prompt else {})}
+    assert json.loads(preference_of(record)[0]) == {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": [no]}
+    assert prompt is None or json.loads(conversation_of(record)[0]) == TALK
+    alike = json.loads(preference_of({"chosen": TALK, "rejected": TALK})[0])
+    assert alike["prompt"] == TALK[:3] and alike["chosen"] == TALK[3:], "each keeps an answer"
+    assert "no message of the role 'assistant' in the field 'rejected'" in preference_of({**record, "rejected": TALK[:1]})[1]
+
+
+def test_where_the_assistant_has_the_first_word_its_header_is_not_learnt(tokenizer):
+    template = ChatTemplate(PLAIN, tokenizer, "t")
+    assert learnt(template, [TALK[1], TALK[0]])[0].strip() == "hello you"
+
+
+def test_what_the_template_cannot_render_stops_the_reading_or_is_skipped_and_counted(tmp_path, build):
+    refusing = "{% if 'bad' in messages[0].content %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+    records = [{"prompt": word, "chosen": "yes", "rejected": "no"} for word in ("good", "bad", "fine")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = dict(train=(str(tmp_path / "a.jsonl"),), chat_template=refusing, sequence_length=8, eval_fraction=0.0,
+                   tokenizer=build(tmp_path / "tokenizer.json"))
+    def chat(rule):
+        return open_data(DataConfig(content="chat", on_bad_record=rule, **options), 300)
+    def pairs(rule):
+        config = DataConfig(content="preference", on_bad_record=rule, **options)
+        return list(preferences(make_encoder(config), config.train, rule))
+    for read in (chat, pairs):
+        with pytest.raises(DeclarationError, match="refused by the chat template: no. Mend it"):
+            read("fail")
+    assert chat("skip").facts["skipped_records"] == 1 and chat("skip").sources["train"].stream.documents == 2
+    assert len(pairs("skip")) == 2
+
+
 @REAL
 def test_a_published_template_reads_real_conversations_turn_by_turn(capsys):
     names = dict(train=(str(SHARED / "chitchat_pairs.jsonl"),), tokenizer=str(SHARED / "smollm2_tokenizer.json"))

@@ -1,6 +1,7 @@
 """Files become documents in a fixed order, and every mistake in them is named."""
 
 import gzip
+import hashlib
 import json
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from jaxlm.data.files import EMBEDDED, File
 from jaxlm.data.sources import Counts, documents_of, read_corpus, text_extract
+from jaxlm.data.tokenizing import _sha256
 from partitioning.declaration import DeclarationError
 
 
@@ -161,6 +163,8 @@ def test_parquet_and_data_sets_on_disk_are_a_document_per_row(tmp_path):
         assert "has no field 'body' (its fields: 'id', 'text')" in message(name, text_field="body")
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert "cannot be read" in message(tmp_path / "a.parquet")
+    (folder / "data-00000-of-00001.arrow").unlink()
+    assert "data-00000-of-00001.arrow cannot be read" in message(folder)
     (folder / "state.json").rename(folder / "dataset_dict.json")
     assert "of several splits" in message(folder)
 
@@ -187,6 +191,8 @@ def test_urls_are_read_through_fsspec_with_globs():
     assert "there is no file 'memory://corpus/d.txt'" in message("memory://corpus/d.txt")
     assert "no file matches 'memory://corpus/*.parquet'" in message("memory://corpus/*.parquet")
     assert "nosuch://" in message("nosuch://x/a.txt")
+    stored = system.cat_file("/corpus/c.jsonl.gz")
+    assert _sha256(File("memory://corpus/c.jsonl.gz")) == hashlib.sha256(stored).hexdigest(), "of a cache's source, as stored"
 
 
 def test_a_part_of_a_file_is_the_lines_that_begin_in_it(tmp_path):

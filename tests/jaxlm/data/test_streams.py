@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxlm.data.examples import Examples
 from jaxlm.data.streams import Stream, joined, with_documents
-from jaxlm.errors import RunError
+from partitioning.declaration import DeclarationError
 
 part_sizes = st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 1)
 
@@ -68,5 +68,7 @@ def test_documents_of_a_flat_stream_end_behind_each_end_token():
 
 def test_ids_that_the_model_does_not_have_stop_the_run_with_their_number():
     examples = Examples.ring(Stream((np.array([1, 2, 70, 3], np.uint16),), limit=64), 2, None)
-    with pytest.raises(RunError, match="hold the id 70, but config.model.vocab_size = 64"):
+    with pytest.raises(DeclarationError, match="hold the id 70, but config.model.vocab_size = 64"):
         examples.gather(np.arange(2))
+    with pytest.raises(DeclarationError, match="hold the id -1"):
+        Stream((), limit=64).check(np.array([3, -1, 70]))

@@ -17,7 +17,7 @@ import pytest
 from jaxlm import tokenize
 from jaxlm.commandline import run
 from jaxlm.config import DataConfig
-from jaxlm.data import open_data, tokenizing
+from jaxlm.data import open_data, token_cache, tokenizing
 from partitioning.declaration import DeclarationError
 from tests.system.commands import environment
 
@@ -119,6 +119,36 @@ def test_a_cache_that_is_not_what_its_manifest_says_is_refused(tmp_path, corpus,
     refused("is an unfinished token cache; run the same python -m jaxlm.tokenize again")
 
 
+def test_one_changed_byte_anywhere_is_seen_when_a_cache_is_opened(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(token_cache, "SAMPLE", 1)
+    make(tmp_path / "cache", *corpus)
+    config = DataConfig(train=(str(tmp_path / "cache"),), sequence_length=8)
+    dice = random.Random()
+    for name in ("tokens.bin", "ends.bin", "byte_ends.bin", "manifest.json"):
+        content = (tmp_path / "cache" / name).read_bytes()
+        place, changed = dice.randrange(len(content)), bytearray(content)
+        changed[place] ^= 1 << dice.randrange(7)
+        (tmp_path / "cache" / name).write_bytes(changed)
+        with pytest.raises(DeclarationError, match="not as it was written|as it was written: "):
+            open_data(config, 300)
+            raise AssertionError(f"{name}: byte {place} has changed")
+        (tmp_path / "cache" / name).write_bytes(content)
+    assert open_data(config, 300).train.targets > 1000
+
+
+def test_two_processes_do_not_make_one_cache_and_half_a_beginning_is_no_hindrance(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(tokenizing, "PATIENCE", 0)
+    out = tmp_path / "cache"
+    out.mkdir()
+    (out / "plan.json.draft").write_text("{")          # of one that was killed as it began
+    def second(*_):
+        assert "another process is making" in make(out, *corpus, status=2)
+        return make_part(*_)
+    make_part = tokenizing._make_part
+    monkeypatch.setattr(tokenizing, "_make_part", second)
+    assert "61 documents" in make(out, *corpus)
+
+
 def test_what_lies_in_the_way_is_not_overwritten(tmp_path, corpus):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.md").write_text("x")
@@ -154,7 +184,6 @@ def test_killed_at_random_moments_it_goes_on_and_ends_the_same(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
-        time.sleep(0.7)                        # the workers look every half second whether their parent is there
     subprocess.run([*command, f"--out={tmp_path / 'killed'}"], env=environment(), check=True, stdout=subprocess.DEVNULL)
     alone = [*command, f"--out={tmp_path / 'whole'}", "--workers=1"]
     subprocess.run(alone, env=environment(), check=True, stdout=subprocess.DEVNULL)

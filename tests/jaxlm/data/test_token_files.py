@@ -57,6 +57,12 @@ def test_megatrons_index_says_where_documents_end(tmp_path, dtype, code):
     assert ids(stream) == TOKENS[:12].tolist() and stream.ends.tolist() == [8, 12]
 
 
+def test_ids_that_the_model_does_not_have_are_seen_when_a_file_is_opened(tmp_path):
+    np.append(TOKENS, 300).astype(np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(DeclarationError, match="hold the id 300, but config.model.vocab_size = 300"):
+        read(tmp_path / "a.bin")
+
+
 def test_damage_is_named(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(DeclarationError, match="3 bytes, which is no whole number of uint16"):

@@ -173,7 +173,7 @@ def test_ranks_give_the_tokens_of_the_merges_that_they_were_made_from(tmp_path):
 
 
 @GPT2
-def test_a_long_document_is_cut_where_its_tokens_stay_the_same():
+def test_a_long_document_is_cut_where_its_tokens_stay_the_same(monkeypatch):
     from jaxlm.data.tokenizer import pieces_of
     tokenizer = load_tokenizer(str(SHARED / "gpt2_encoder.json"))
     text = (SHARED / "austen.txt").read_text()[:300_000]
@@ -182,6 +182,10 @@ def test_a_long_document_is_cut_where_its_tokens_stay_the_same():
     ids = [i for piece in pieces for i in tokenizer._ids([piece])[0]]
     assert ids == tokenizer.model.encode(text, add_special_tokens=False).ids
     assert list(pieces_of("x" * 10_000, tokenizer._ids, 100)) == ["x" * 10_000], "no place, no cut"
+    monkeypatch.setattr(pieces_of, "__defaults__", (10_000,))
+    found = tokenizer.encode_documents([b"one", text.encode(), b"", b"two"])
+    assert [len(found[0]), found[1].tolist(), len(found[2]), len(found[3])] == [1, ids, 0, 1], "and a document is whole again"
+    assert {array.dtype for array in found} == {np.dtype(np.uint16)}
 
 
 def test_a_sentencepiece_model_reads_as_its_own_library_does(tmp_path):
