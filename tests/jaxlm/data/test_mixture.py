@@ -29,10 +29,12 @@ def packed_source(name, sizes, length=4):
     return pack(Stream((tokens,), np.cumsum(sizes)), length, None, 0, 0)
 
 
-def mixture(weights=(5, 3, 2), sizes=(50, 40, 30), stages=(), batch_size=4, seed=0, origin=Origin(), temperature=1.0):
+def mixture(weights=(5, 3, 2), sizes=(50, 40, 30), stages=(), batch_size=4, seed=0, origin=Origin(), temperature=1.0,
+            packed=False):
     names = NAMES[:len(weights)]
     quotas = [(0, quotas_of(weights, temperature, names, "k")), *((b, quotas_of(w, 1.0, names, "k")) for b, w in stages)]
-    return Mixture(names, tuple(source(n, s) for n, s in zip(names, sizes)), tuple(quotas), batch_size, seed, origin)
+    sources = (packed_source(n, [s % 7, 1, s - 1 - s % 7]) if packed else source(n, s) for n, s in zip(names, sizes))
+    return Mixture(names, tuple(sources), tuple(quotas), batch_size, seed, origin)
 
 
 weights = st.lists(st.sampled_from([0.5, 1, 2, 7]), min_size=2, max_size=3)
@@ -42,14 +44,17 @@ stages = st.sampled_from([(), ((3, (1, 1, 0)),), ((2, (0, 1, 1)), (9, (1, 0, 0))
 @hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(weights, stages, st.integers(1, 7), st.integers(0, 2 ** 40), st.integers(0, 20), st.data())
 def test_rows_of_any_processes_from_any_resume_are_rows_of_the_one_order(w, later, batch_size, seed, start, data):
-    """The global batch is the same for 1, 2 or 4 processes, and after a kill at any step."""
+    """The global batch is the same for 1, 2 or 4 processes, and after a kill at any step, of documents cut or packed, with an
+    end or without."""
     later = tuple((b, x[:len(w)]) for b, x in later if any(x[:len(w)]))
-    order = mixture(w, (50, 40, 30)[:len(w)], later, batch_size, seed)
-    whole = list(itertools.islice(train_batches(order, batch_size=batch_size, seed=seed, prefetch=0), start + 3))
+    how = dict(packed=data.draw(st.booleans()), stages=later, batch_size=batch_size, seed=seed)
+    options = dict(batch_size=batch_size, seed=seed, prefetch=0, epochs=data.draw(st.sampled_from([None, 1, 2])))
+    whole = list(itertools.islice(train_batches(mixture(w, **how), **options), start + 3))
     cuts = sorted(data.draw(st.sets(st.integers(1, batch_size), max_size=3)) | {0, batch_size})
-    again = mixture(w, (50, 40, 30)[:len(w)], later, batch_size, seed)
-    parts = [list(itertools.islice(train_batches(again, batch_size=batch_size, seed=seed, start_step=start, rows=range(a, b),
-                                                 prefetch=0), 3)) for a, b in itertools.pairwise(cuts)]
+    again = mixture(w, **how)
+    parts = [list(itertools.islice(train_batches(again, start_step=start, rows=range(a, b), **options), 3))
+             for a, b in itertools.pairwise(cuts)]
+    assert {len(part) for part in parts} == {max(len(whole) - start, 0)}, "all processes end together"
     for step, pieces in enumerate(zip(*parts)):
         for name in pieces[0]:
             assert np.array_equal(np.concatenate([piece[name] for piece in pieces]), whole[start + step][name])
