@@ -50,6 +50,8 @@ def make_cache(config: DataConfig, out: pathlib.Path, *, workers: int, progress:
     Raises:
       DeclarationError: the text or the tokenizer cannot be used, or `out` holds something else.
     """
+    if config.content == "preference":
+        raise DeclarationError("config.data.content = 'preference' gives pairs; a token cache holds 'text' or 'chat'.")
     encoder = make_encoder(config)
     plan = _plan(config, encoder)
     if (out / CACHE).exists():
@@ -329,6 +331,8 @@ def train_bpe(config: DataConfig, vocab_size: int, out: pathlib.Path) -> int:
 
     if vocab_size < 257:
         raise DeclarationError(f"--vocab_size={vocab_size}; expected at least 257: the bytes and the end token.")
+    if config.content != "text":
+        raise DeclarationError("--train reads config.data.content = 'text'; config.data.text_field names the field it is in.")
     files, counts = find_files(config.train, "config.data.train"), Counts()
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.Sequence(

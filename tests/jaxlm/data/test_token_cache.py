@@ -156,6 +156,7 @@ def test_what_lies_in_the_way_is_not_overwritten(tmp_path, corpus):
     make(tmp_path / "cache", *corpus)
     assert "of other text, another tokenizer or other options" in make(tmp_path / "cache", corpus[1], status=2)
     assert "holds tokens already" in make(tmp_path / "again", tmp_path / "cache", status=2)
+    assert "gives pairs" in make(tmp_path / "again", *corpus, status=2, content="preference")
 
 
 def test_a_bad_record_stops_it_or_is_counted(tmp_path, corpus):
