@@ -149,19 +149,29 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxlm.data import Examples, train_batches
 from jaxlm.data.feed import place, rows_of
-examples = Examples.ring(np.arange(500, dtype=np.uint16), 8, 500)
+from jaxlm.data.mixture import BLOCK, Mixture
+from jaxlm.data.packing import pack
+from jaxlm.data.streams import Stream
+tokens = np.arange(500, dtype=np.uint16)
+packed = [pack(Stream((tokens,), np.append(np.arange(n, 500, n), 500)), 8, None, 0, 0) for n in (3, 7)]
+orders = Examples.ring(tokens, 8, 500), Mixture(("a", "b"), tuple(packed), ((0, (BLOCK // 2, BLOCK // 2)),), 8, 1)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4).T, ("data", "tensor"))     # both processes hold each of the 4 groups of rows
 for axes, count in (("data", 8), ("tensor", 4), (("tensor", "data"), 4)):
     wide, narrow = NamedSharding(mesh, P(axes)), NamedSharding(mesh, P(axes))
     rows = rows_of(wide, 8)
     assert len(rows) == count, rows
-    whole = next(train_batches(examples, batch_size=8, seed=1))
-    layout = dict(inputs=wide, targets=wide, mask=wide, example=narrow)
-    with place(train_batches(examples, batch_size=8, seed=1, rows=rows), layout) as feed:
-        for name, array in next(feed).items():
-            assert array.shape == whole[name].shape
-            for shard in array.addressable_shards:
-                np.testing.assert_array_equal(np.asarray(shard.data), whole[name][shard.index])
+    for order in orders:
+        whole = list(train_batches(order, batch_size=8, seed=1, epochs=1))
+        layout = {name: wide if array.ndim == 2 else narrow for name, array in whole[0].items()}
+        with place(train_batches(order, batch_size=8, seed=1, rows=rows, epochs=1), layout) as feed:
+            found = list(feed)
+        assert len(found) == len(whole) > 5, "both processes end together"
+        for one, batch in zip(whole, found):
+            assert one.keys() == batch.keys()
+            for name, array in batch.items():
+                assert array.shape == one[name].shape
+                for shard in array.addressable_shards:
+                    np.testing.assert_array_equal(np.asarray(shard.data), one[name][shard.index])
 print("good")
 """
 
