@@ -89,7 +89,9 @@ def to_hf(flags: argparse.Namespace) -> int:
         raise DeclarationError(f"{out} is there already; give a folder that is new or empty.")
     config, reader = commandline.load_config(str(path / "config.json")), Checkpoints(path / "checkpoints")
     verified(reader, step)
-    family, described = describe(config.model, path / CARRIED, flags.family)
+    tokenizer = pathlib.Path(config.data.tokenizer).expanduser()       # of a run from a folder, it is that folder
+    came_with = path / CARRIED if folder.is_folder(path / CARRIED) else tokenizer
+    family, described = describe(config.model, came_with, flags.family)
     stored = {name.removeprefix("params/"): (shape, np.dtype(flags.dtype or dtype)) for name, (shape, dtype) in
               reader.shapes(step).items() if name.startswith("params/")}
     where = sources(family, config.model, flatten(build_model(config.model).specs), family.prefix)
@@ -115,7 +117,7 @@ def to_hf(flags: argparse.Namespace) -> int:
     return 0
 
 
-def describe(model: Any, carried: pathlib.Path, name: str | None) -> tuple[Family, dict[str, Any]]:
+def describe(model: Any, came_with: pathlib.Path, name: str | None) -> tuple[Family, dict[str, Any]]:
     """The family of a model, and its config.json: the one that it came with, if that is still true.
 
     Raises:
@@ -123,8 +125,8 @@ def describe(model: Any, carried: pathlib.Path, name: str | None) -> tuple[Famil
     """
     if name is not None and name not in FAMILIES:
         raise DeclarationError(f"--family={name}: {nearest(name, FAMILIES)}")
-    if folder.is_folder(carried):
-        given = folder.read_config(carried, "the carried folder")
+    if folder.is_folder(came_with):
+        given = folder.read_config(came_with, "the folder that the model came with")
         if name in (None, given["model_type"]) and not mismatches(model, given):
             return FAMILIES[given["model_type"]], given
         name = name or (given["model_type"] if given["model_type"] in FAMILIES else None)

@@ -1,4 +1,4 @@
-"""`python -m jaxlm.generate SOURCE`: text from a checkpoint, streamed as it comes."""
+"""`python -m jaxlm.generate SOURCE`: text from a checkpoint, or an answer with --chat, streamed as it comes."""
 
 import argparse
 import pathlib
@@ -16,15 +16,16 @@ def main(flags: argparse.Namespace) -> None:
     path, step, config = restored.open_config(flags)
     import jax
 
-    from jaxlm.data import load_tokenizer
+    from jaxlm.data.encoder import declared_tokenizer
     from jaxlm.job import build_job
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    from jaxlm.prompt import chat_prompt, text_prompt
+    tokenizer = declared_tokenizer(config.data)
+    ids, ends = (chat_prompt if flags.chat else text_prompt)(config.data, tokenizer, prompt)
     job = build_job(config, jax.device_count()).on_devices()
     params = restored.load_params(path, step, job)
     decoder = tokenizer.stream()
-    print(prompt, end="", flush=True)
-    for token in Sampler(job.model, generation_layout(job)).generate(params, tokenizer.encode(prompt), seed=flags.seed,
-                                                                     eos_id=tokenizer.eos_id, **sampling):
+    print("" if flags.chat else prompt, end="", flush=True)
+    for token in Sampler(job.model, generation_layout(job)).generate(params, ids, seed=flags.seed, ends=ends, **sampling):
         print(decoder.feed(token), end="", flush=True)
     print(decoder.finish())
 
@@ -52,6 +53,7 @@ def arguments() -> argparse.ArgumentParser:
     restored.add_arguments(out)
     out.add_argument("--prompt", metavar="TEXT", help="text to continue (default: what is piped in, else a line break)")
     out.add_argument("--prompt_file", metavar="FILE", help="read the prompt from a file; - is stdin")
+    out.add_argument("--chat", action="store_true", help="the prompt is what a user says; the model answers (chat template)")
     out.add_argument("--max_new_tokens", type=int, default=256, metavar="N")
     out.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 always takes the likeliest")
     out.add_argument("--top_k", type=int, metavar="K", help="draw from the K likeliest")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -72,8 +72,9 @@ class Sampler:
         return choose(logits_V, key, temperature=temperature, top_k=top_k, top_p=top_p), cache
 
     def generate(self, params: Any, prompt: Sequence[int], *, max_new_tokens: int, temperature: float = 1.0,
-                 top_k: int | None = None, top_p: float | None = None, seed: int = 0, eos_id: int | None = None) -> Iterator[int]:
-        """Yields token ids until `max_new_tokens`, the end token (not yielded) or the model's longest sequence.
+                 top_k: int | None = None, top_p: float | None = None, seed: int = 0,
+                 ends: Collection[int] = ()) -> Iterator[int]:
+        """Yields token ids until `max_new_tokens`, one of the ids `ends` (not yielded) or the model's longest sequence.
 
         The ids are a pure function of the parameters, the prompt, the seed and the sampling rule.
         """
@@ -94,7 +95,7 @@ class Sampler:
             token, cache = self._step(params, tokens_1T, jnp.int32(length), cache, jax.random.fold_in(key, i),
                                       temperature=temperature, top_k=top_k, top_p=top_p)
             token = int(in_flight.add(token))
-            if token == eos_id:
+            if token in ends:
                 return
             yield token
             if i == count - 1 and count < max_new_tokens:

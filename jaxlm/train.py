@@ -317,10 +317,11 @@ def make_evaluate_or_none(job: Any, data: Any) -> Any:
 
 def make_sample(job: Any, data: Any) -> Any:
     """A function of the parameters that continues config.train.sample_prompt."""
+    from jaxlm.prompt import text_prompt
     from jaxlm.sampling import Sampler, generation_layout
 
     sampler = Sampler(job.model, generation_layout(job))
-    prompt = data.tokenizer.encode(job.config.train.sample_prompt)
+    prompt, ends = text_prompt(job.config.data, data.tokenizer, job.config.train.sample_prompt)
     if not 0 < len(prompt) < job.config.model.max_positions:
         raise DeclarationError(
             f"config.train.sample_prompt has {len(prompt)} tokens; expected at least 1 and fewer than "
@@ -329,7 +330,7 @@ def make_sample(job: Any, data: Any) -> Any:
 
     def sample(params) -> str:
         return data.tokenizer.decode(
-            list(sampler.generate(params, prompt, max_new_tokens=128, temperature=0.8, seed=0, eos_id=data.tokenizer.eos_id))
+            list(sampler.generate(params, prompt, max_new_tokens=128, temperature=0.8, seed=0, ends=ends))
         )
 
     return sample

@@ -106,8 +106,8 @@ def beginning(tokenizer: Tokenizer, separator: int | None) -> int:
     return int(newline[-1]) if len(newline) else 0
 
 
-def make_encoder(config: DataConfig) -> Encoder:
-    """The encoder that a configuration declares.
+def declared_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer of a configuration, with the tokens that begin and end documents there.
 
     Raises:
       DeclarationError: the tokenizer cannot be used, or has no token that is declared.
@@ -118,6 +118,16 @@ def make_encoder(config: DataConfig) -> Encoder:
             f"config.data.bos is true, but {config.tokenizer!r} has no token that begins a document; name one of "
             "its special tokens in config.data.bos_token."
         )
+    return tokenizer
+
+
+def make_encoder(config: DataConfig) -> Encoder:
+    """The encoder that a configuration declares.
+
+    Raises:
+      DeclarationError: as `declared_tokenizer`; or there is no chat template where one is needed, or one where none is.
+    """
+    tokenizer = declared_tokenizer(config)
     template = load_template(config.chat_template, tokenizer, config.tokenizer) if config.content != "text" else None
     if config.content == "text" and config.chat_template is not None:
         raise DeclarationError("config.data.chat_template is for conversations; set config.data.content = 'chat'.")

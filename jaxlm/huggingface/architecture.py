@@ -24,7 +24,7 @@ def model_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of config.model that a config.json decides.
 
     Raises:
-      DeclarationError: it is of no known family, or has something that this family is not known with.
+      DeclarationError: it is of no known family, lacks something, or has something that this family is not known with.
     """
     family = family_of(config)
     if config.get("quantization_config"):
@@ -40,7 +40,13 @@ def model_values(config: Mapping[str, Any]) -> dict[str, Any]:
     if lost:
         raise DeclarationError(f"config.json of model_type {family.model_type} lacks {', '.join(lost)}.")
     values = {ours: merged[theirs] for ours, theirs in family.keys.items()}
-    return {**values, **family.fixed, **family.read(merged)}
+    try:
+        return {**values, **family.fixed, **family.read(merged)}
+    except DeclarationError:
+        raise
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be understood: {error}"
+        raise DeclarationError(f"config.json of model_type {family.model_type} {what}.") from None
 
 
 def config_json(model: Any, family: Family) -> dict[str, Any]:

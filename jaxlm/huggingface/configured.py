@@ -4,6 +4,8 @@ It is an input only, like a sharding preset: reading a configuration puts the fo
 defaults, and names no folder afterwards.
 """
 
+import itertools
+import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +35,7 @@ def under(values: Any, defaults: Mapping[str, Mapping[str, Any]]) -> Any:
            if key not in defaults["model"] or value != defaults["model"][key]}
     data = _section(values, "data")
     if data.get("tokenizer", defaults["data"]["tokenizer"]) == defaults["data"]["tokenizer"]:
-        data |= tokenizer_of(source)
+        data = {**tokenizer_of(source), **{key: value for key, value in data.items() if value != defaults["data"].get(key)}}
     model = {**_read(source), **own, "from_hf": None}
     length = defaults["data"]["sequence_length"]
     if data.get("sequence_length", length) == length > model["max_positions"]:
@@ -51,10 +53,35 @@ def over(values: Any, source: str) -> Any:
     return {**dict(values.items()), "model": model, "data": {**_section(values, "data"), **tokenizer_of(source)}}
 
 
-def tokenizer_of(source: str | pathlib.Path) -> dict[str, str]:
-    """config.data.tokenizer of a folder, if it has one."""
+def tokenizer_of(source: str | pathlib.Path) -> dict[str, Any]:
+    """config.data.tokenizer and bos of a folder, if it has a tokenizer."""
     folder = pathlib.Path(source).expanduser()
-    return {"tokenizer": str(source)} if any((folder / name).is_file() for name in TOKENIZERS) else {}
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        return {}
+    return {"tokenizer": str(source), "bos": _begins(_json(folder / "tokenizer.json"), _json(folder / "tokenizer_config.json"))}
+
+
+def _begins(tokenizer: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Whether a tokenizer puts its beginning token, and nothing else, before a text: such a model has seen no text without."""
+    token = config.get("bos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is None or config.get("add_bos_token") is not None:
+        return token is not None and config["add_bos_token"] is True
+    post = tokenizer.get("post_processor") or {}
+    for one in post.get("processors", [post]):
+        if one.get("type") == "TemplateProcessing":
+            first = list(itertools.takewhile(lambda part: "SpecialToken" in part, one.get("single", [])))
+            return [part["SpecialToken"].get("id") for part in first] == [token]
+    return False
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing if it cannot be read, which whoever needs it says."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _read(source: Any) -> dict[str, Any]:

@@ -102,18 +102,21 @@ class Tensors:
             with open(place, "rb") as handle:
                 (length,) = struct.unpack("<Q", handle.read(8))
                 header = json.loads(handle.read(length))
+            header.pop("__metadata__", None)
+            out = {}
+            for name, facts in header.items():
+                start, end = facts["data_offsets"]
+                out[name] = Entry(file, facts["dtype"], tuple(facts["shape"]), 8 + length + start, 8 + length + end)
+                if not 0 <= start <= end:
+                    raise ValueError(f"{name} lies at bytes {start} to {end}")
         except FileNotFoundError:
             others = sorted(p.name for p in self.path.glob("*.bin"))
             raise DeclarationError(
                 f"there is no {place}" + (f", only {others[0]}; save the model as safetensors first." if others else ".")
             ) from None
-        except (OSError, ValueError, struct.error, MemoryError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, struct.error, MemoryError) as error:
             raise DeclarationError(f"{place} is no safetensors file: {error}.") from None
-        header.pop("__metadata__", None)
-        out = {}
-        for name, facts in header.items():
-            start, end = facts["data_offsets"]
-            out[name] = Entry(file, facts["dtype"], tuple(facts["shape"]), 8 + length + start, 8 + length + end)
+        for name in out:
             if out[name].end > size:
                 raise DeclarationError(f"{place} is cut short: {name} ends at byte {out[name].end:,}, and the file has {size:,}.")
         return out

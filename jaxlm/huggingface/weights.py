@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from jaxlm.selection import Selection, match
-from jaxlm.config import ModelConfig
-from jaxlm.huggingface.architecture import family_of, mismatches, model_values
+from jaxlm.config import ModelConfig, to_config
+from jaxlm.huggingface.architecture import family_of, mismatches
 from jaxlm.huggingface.families import BUFFERS, Family
 from jaxlm.huggingface.folder import Entry, Tensors, read_config
 from jaxlm.huggingface.tensors import Bound, Tensor, copy, read_into, workers
@@ -41,7 +41,7 @@ class Weights:
         self.path = pathlib.Path(path).expanduser()
         self._config = read_config(path, key)
         self.family = family_of(self._config)
-        self.model = ModelConfig(**model_values(self._config))
+        self.model = to_config({"model": {"from_hf": str(path)}}).model
         self.specs = flatten(build_model(self.model).specs)
         self._tensors = Tensors(path)
         self._sources = sources(self.family, self.model, self.specs, self._prefix())

@@ -67,7 +67,7 @@ def test_greedy_text_is_that_of_the_whole_forward_pass_whatever_the_prompts_leng
 def test_the_end_token_ends_the_text_and_is_not_part_of_it():
     _, generator, params = sampler()
     ids = list(generator.generate(params, [5], max_new_tokens=6, temperature=0.0))
-    assert list(generator.generate(params, [5], max_new_tokens=6, temperature=0.0, eos_id=ids[2])) == ids[: ids.index(ids[2])]
+    assert list(generator.generate(params, [5], max_new_tokens=6, temperature=0.0, ends={ids[2]})) == ids[: ids.index(ids[2])]
 
 
 def test_the_text_ends_where_the_models_positions_do(capsys):

@@ -91,6 +91,34 @@ def test_a_run_from_a_folder_has_its_architecture_weights_and_tokenizer(folders,
     assert capsys.readouterr().out[5] == open_data(config.data, 61).tokenizer.decode([first])
 
 
+def test_a_folder_answers_a_user_by_its_own_chat_template(folders, tmp_path, capsys):
+    pytest.importorskip("jinja2")
+    folder = shutil.copytree(folders / "llama", tmp_path / "chat")
+    words = [str(folder), "--chat", "--prompt", "be", "--temperature", "0", "--max_new_tokens", "3"]
+    assert commandline.run(generate.main, generate.arguments(), words) == 2
+    assert "brings no chat template" in capsys.readouterr().err
+    template = "{% for m in messages %}To {{ m.content }}, {% endfor %}{% if add_generation_prompt %}or {% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert commandline.run(generate.main, generate.arguments(), words) == 0
+    answer = capsys.readouterr().out
+    words = [str(folder), "--prompt", "To be, or ", "--temperature", "0", "--max_new_tokens", "3"]
+    assert commandline.run(generate.main, generate.arguments(), words) == 0
+    assert capsys.readouterr().out == "To be, or " + answer
+
+
+def test_fine_tuning_on_conversations_learns_what_the_folder_s_template_writes(folders, tmp_path):
+    pytest.importorskip("jinja2")
+    folder = shutil.copytree(folders / "llama", tmp_path / "chat")
+    template = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}!{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    talk = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
+    (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 40)
+    config = settings(folder, data={"train": (str(tmp_path / "talk.jsonl"),), "content": "chat", "pack": "best_fit",
+                                    "sequence_length": 32, "eval_fraction": 0.0})
+    losses, _ = curve(config, 1, tmp_path / "work")
+    assert losses[0] - losses[-1] > 0.3
+
+
 def test_what_differs_from_the_folder_is_said_or_refused(folders, tmp_path):
     def checked(**sections):
         config = settings(folders / "llama", **sections)

@@ -65,6 +65,8 @@ def test_what_a_config_json_leaves_out_has_the_family_s_default(changes, model):
     (dict(hidden_act="relu"), "hidden_act = 'relu'"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5, which its family is not known with"),
     (dict(rope_scaling=dict(rope_type="yarn", factor=4)), "type 'yarn'"),
+    (dict(rope_scaling=dict(rope_type="linear")), "model_type llama lacks 'factor'"),
+    (dict(rope_scaling="linear"), "model_type llama cannot be understood"),
     (dict(quantization_config=dict(bits=4)), "quantised weights are not read"),
     (dict(model_type="gemma2", use_bidirectional_attention=True), "use_bidirectional_attention = True"),
     (dict(model_type="qwen3", layer_types=["full_attention", "linear_attention"]), "linear_attention|known")])

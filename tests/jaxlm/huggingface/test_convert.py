@@ -58,6 +58,23 @@ def test_dtypes_of_the_checkpoint_and_of_the_files(tmp_path, capsys):
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_run_that_came_from_a_folder_goes_out_as_it_came(tmp_path):
+    """Training's own run directory carries no files; its tokenizer says which folder they are in."""
+    source = shutil.copytree(FOLDERS / "phi3", tmp_path / "source")
+    (source / "reference.safetensors").unlink()
+    (source / "tokenizer.json").write_text("{}")
+    run("from-hf", source, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "huggingface")
+    place = tmp_path / "run" / "config.json"
+    config = json.loads(place.read_text())
+    for tokenizer, kind in ((str(source), "phi3"), ("bytes", "mistral")):
+        place.write_text(json.dumps(config | {"data": config["data"] | {"tokenizer": tokenizer}}))
+        run("to-hf", tmp_path / "run", tmp_path / kind)
+        assert json.loads((tmp_path / kind / "config.json").read_text())["model_type"] == kind
+        assert (tmp_path / kind / "tokenizer.json").exists() == (kind == "phi3")
+    assert json.loads((tmp_path / "phi3" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
 def test_mistakes_are_told(tmp_path, capsys):
     run("from-hf", FOLDERS / "llama", tmp_path / "run")
     for words, message in (

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 
 import jax
 import numpy as np
@@ -101,6 +102,12 @@ def test_a_tensor_that_is_missing_misshapen_unknown_or_of_another_kind_is_named(
         Weights(changed(tmp_path, change))
 
 
+def test_a_config_json_whose_values_are_none_of_a_model_is_refused(tmp_path):
+    for number, (key, value) in enumerate([("num_hidden_layers", "3"), ("num_attention_heads", 0), ("num_key_value_heads", 3)]):
+        with pytest.raises(DeclarationError, match="config.model.num_"):
+            Weights(changed(tmp_path / str(number), lambda tensors: None, {key: value}))
+
+
 def test_a_bare_model_without_the_prefix_is_read_and_buffers_are_passed_over(tmp_path):
     def bare(tensors):
         for name in [name for name in tensors if name.startswith("model.")]:
@@ -130,6 +137,13 @@ def test_files_that_are_missing_cut_short_or_something_else_are_named(tmp_path):
     with pytest.raises(DeclarationError, match=rf"{files[1].name} is cut short"):
         Tensors(folder)
     files[1].write_bytes(b"no header")
+    with pytest.raises(DeclarationError, match="is no safetensors file"):
+        Tensors(folder)
+    for header in (b"[]", b'{"x": {}}', b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'):
+        files[1].write_bytes(struct.pack("<Q", len(header)) + header)
+        with pytest.raises(DeclarationError, match="is no safetensors file"):
+            Tensors(folder)
+    files[1].write_bytes(b"\xff" * 16)
     with pytest.raises(DeclarationError, match="is no safetensors file"):
         Tensors(folder)
     files[1].unlink()
