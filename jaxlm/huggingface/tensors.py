@@ -14,7 +14,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -115,14 +115,21 @@ class Bound:
         return tuple(math.prod(sizes[name] for name in group) for group in self._groups(path))
 
 
-def read_into(target: np.ndarray, bound: Bound, path: str, file_tensor: np.ndarray, index: tuple[slice, ...]) -> None:
-    """Fills `target` with the block `index` of our array (of one layer) out of the file's tensor, in the dtype of `target`."""
+def read_into(
+    pieces: Sequence[tuple[tuple[slice, ...], np.ndarray]], bound: Bound, path: str, file_tensor: np.ndarray
+) -> None:
+    """Fills arrays, each with a block of our array (of one layer) out of the file's tensor, in its own dtype.
+
+    Args:
+      pieces: (index of the block, array to fill).
+    """
     view, order = bound.view(file_tensor, path), bound.order(path)
     if order is None:
-        return copy(target, view[index])
+        return copy_all([(target, view[index]) for index, target in pieces])
     dim, places = order
-    whole = (*index[:dim], slice(None), *index[dim + 1 :])
-    copy(target, view[whole].take(places[index[dim]], axis=dim))
+    for index, target in pieces:
+        whole = (*index[:dim], slice(None), *index[dim + 1 :])
+        copy(target, view[whole].take(places[index[dim]], axis=dim))
 
 
 def write_from(block: np.ndarray, bound: Bound, path: str, file_tensor: np.ndarray, index: tuple[slice, ...]) -> None:
@@ -135,24 +142,59 @@ def write_from(block: np.ndarray, bound: Bound, path: str, file_tensor: np.ndarr
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies numbers, converting them to the target's dtype. Where one is the transpose of the other it goes tile by tile: numpy
-    walks along the one and jumps through the other, which costs a cache miss for each number."""
-    flat = _as_matrices(target, source)
-    if flat is None:
-        np.copyto(target, source, casting="unsafe")
-        return
-    target, source = flat
-    if target.strides[1] != target.itemsize:  # so that it is the target whose rows are contiguous
-        target, source = target.T, source.T
-    rows, columns = min(ROWS, target.shape[0]), min(COLUMNS, target.shape[1])
+    """Copies numbers, converting them to the target's dtype."""
+    copy_all([(target, source)])
+
+
+def copy_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copies numbers from each second array to the first. Where one is the transpose of the other it goes tile by tile: numpy
+    walks along the one and jumps through the other, which costs a cache miss for each number. What lies side by side in the
+    same rows, as the blocks of several devices do, goes together: a page of the file is then looked at once, not for each."""
+    crossed = []
+    for target, source in pairs:
+        flat = _as_matrices(target, source)
+        if flat is None:
+            np.copyto(target, source, casting="unsafe")
+            continue
+        target, source = flat
+        if target.strides[1] != target.itemsize:  # so that it is the target whose rows are contiguous
+            target, source = target.T, source.T
+        crossed += [(target[i : i + ROWS], source[i : i + ROWS]) for i in range(0, len(target), ROWS)]
+    for targets, source in _side_by_side(crossed):
+        _transpose(targets, source)
+
+
+def _side_by_side(pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[list[np.ndarray], np.ndarray]]:
+    """Sources each of which goes on where the one before ends as one, of at most ROWS, with the targets in their order."""
+    out: list[tuple[list[np.ndarray], np.ndarray]] = []
+    for target, source in sorted(pairs, key=lambda pair: pair[1].ctypes.data):
+        if out:
+            targets, before = out[-1]
+            end = before.ctypes.data + len(before) * before.strides[0]
+            alike = before.strides == source.strides and before.shape[1] == source.shape[1] and before.dtype == source.dtype
+            if alike and end == source.ctypes.data and len(before) + len(source) <= ROWS:
+                joined = np.lib.stride_tricks.as_strided(
+                    before, (len(before) + len(source), source.shape[1]), source.strides, writeable=False
+                )
+                out[-1] = ([*targets, target], joined)
+                continue
+        out.append(([target], source))
+    return out
+
+
+def _transpose(targets: Sequence[np.ndarray], source: np.ndarray) -> None:
+    """Fills the targets, whose rows follow each other in the source; theirs are contiguous, the source's columns are."""
+    columns = min(COLUMNS, source.shape[1])
     # Lines at distances that are no power of two: those share a place in the cache.
-    near = _scratch(columns * (rows + 16), source.dtype).reshape(columns, rows + 16)
-    for j in range(0, target.shape[1], columns):
-        for i in range(0, target.shape[0], rows):
-            piece = source[i : i + rows, j : j + columns].T
-            own = near[: piece.shape[0], : piece.shape[1]]
-            own[...] = piece
-            np.copyto(target[i : i + rows, j : j + columns], own.T, casting="unsafe")
+    near = _scratch(columns * (len(source) + 16), source.dtype).reshape(columns, len(source) + 16)
+    for j in range(0, source.shape[1], columns):
+        piece = source[:, j : j + columns].T
+        own = near[: len(piece), : len(source)]
+        own[...] = piece
+        start = 0
+        for target in targets:
+            np.copyto(target[:, j : j + columns], own[:, start : start + len(target)].T, casting="unsafe")
+            start += len(target)
 
 
 def _scratch(size: int, dtype: np.dtype) -> np.ndarray:

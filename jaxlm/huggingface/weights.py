@@ -160,8 +160,7 @@ class Weights:
     def _task(self, name: str, bound: Bound, path: str, pieces: list) -> Any:
         def fill():
             array = self._tensors.array(name)
-            for index, block in pieces:
-                read_into(block, bound, path, array, index)
+            read_into(pieces, bound, path, array)
             self._tensors.release(name)
 
         return fill
