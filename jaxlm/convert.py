@@ -39,7 +39,7 @@ from partitioning.declaration import DeclarationError, nearest
 from partitioning.paths import flatten, unflatten
 
 CARRIED = "huggingface"                        # in a run directory: the files that are no weights
-SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -106,7 +106,9 @@ def to_hf(flags: argparse.Namespace) -> int:
 
             def put(layer, block=block, index=index, member=member, stacked=stacked, names=names, bound=bound):
                 own, rest = (block[layer - index[0].start], index[1:]) if stacked else (block, index)
-                write_from(own, bound, member, writer.array(names[layer or 0]), rest)
+                name = names[layer or 0]
+                write_from(own, bound, member, writer.array(name), rest)
+                writer.release(name)
 
             list(workers().map(put, layers))
     writer.flush()

@@ -147,16 +147,21 @@ class Tensors:
     def release(self, name: str) -> None:
         """Gives back the memory that a tensor's pages take; they are read again when they are asked for again."""
         entry = self.entries[name]
-        start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if length > 0:
-            self._map(entry.file).madvise(mmap.MADV_DONTNEED, start, length)
+        _give_back(self._map(entry.file), entry.start, entry.end)
 
     def _map(self, file: str) -> mmap.mmap:
         if file not in self._maps:
             with open(self.path / file, "rb") as handle:
                 self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[file]
+
+
+def _give_back(mapped: mmap.mmap, start: int, end: int) -> None:
+    """Takes the whole pages of [start, end) out of this process's memory. What was written to them stays in the file."""
+    start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = end // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0:
+        mapped.madvise(mmap.MADV_DONTNEED, start, length)
 
 
 class Writer:
@@ -176,6 +181,7 @@ class Writer:
             files[-1][name] = (tuple(shape), np.dtype(dtype), total, total + size)
             total += size
         self._arrays: dict[str, np.ndarray] = {}
+        self._places: dict[str, tuple[mmap.mmap, int, int]] = {}
         self._maps, places = [], {}
         for number, members in enumerate(files, 1):
             file = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -194,6 +200,7 @@ class Writer:
             whole = np.frombuffer(self._maps[-1], np.uint8)
             for name, (shape, dtype, start, end) in members.items():
                 self._arrays[name] = whole[offset + start : offset + end].view(dtype).reshape(shape)
+                self._places[name] = (self._maps[-1], offset + start, offset + end)
             places |= dict.fromkeys(members, file)
         if len(files) > 1:
             size = sum(array.nbytes for array in self._arrays.values())
@@ -203,6 +210,10 @@ class Writer:
     def array(self, name: str) -> np.ndarray:
         """A tensor, to be written to."""
         return self._arrays[name]
+
+    def release(self, name: str) -> None:
+        """Takes a tensor's pages out of this process's memory, written or not; there may be more written to them."""
+        _give_back(*self._places[name])
 
     def flush(self) -> None:
         """Everything to disk, and out of this process's memory."""
