@@ -41,7 +41,9 @@ FORMAT = 2                     # 1 had no manifest
 class Checkpoints:
     """The checkpoints of one run directory, to read (without `config`) or to read and write."""
 
-    def __init__(self, directory: pathlib.Path, config: CheckpointConfig | None = None):
+    def __init__(self, directory: pathlib.Path, config: CheckpointConfig | None = None, *, gigabytes_at_once: int = 96):
+        """`gigabytes_at_once`: of arrays that a process compresses and writes at a time, which takes as much memory again; more
+        than the largest piece of an array on one device. (96 is what Orbax has.)"""
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
@@ -61,7 +63,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=options,
-            item_handlers=dict(state=ocp.StandardCheckpointHandler(), about=ocp.JsonCheckpointHandler()),
+            item_handlers=dict(state=ocp.StandardCheckpointHandler(save_concurrent_gb=gigabytes_at_once),
+                               about=ocp.JsonCheckpointHandler()),
         )
 
         self._failed: Exception | None = None

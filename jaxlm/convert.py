@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import shutil
 import sys
@@ -66,7 +67,8 @@ def _from_hf(flags: argparse.Namespace, weights: Weights, config: Config, out: p
     dtypes, shapes = weights.dtypes(), flatten(job.on_devices().abstract_saved()["params"])
     wanted = {path: jax.ShapeDtypeStruct(x.shape, flags.dtype or dtypes[path], sharding=x.sharding) for path, x in shapes.items()}
     params = weights.restore(0, {"params": unflatten(wanted)})["params"]
-    checkpoints = Checkpoints(out / "checkpoints", CheckpointConfig(asynchronous=False))
+    largest = max(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in wanted.values())
+    checkpoints = Checkpoints(out / "checkpoints", CheckpointConfig(asynchronous=False), gigabytes_at_once=1 + largest // 10**9)
     about = {"format": FORMAT, "step": 0, "config": to_dict(config), "mesh": dict(job.layout.sizes),
              "data": {"next_batch": 0, "seed": config.data.seed}}
     checkpoints.save(0, {"params": params}, about)
