@@ -49,6 +49,8 @@ def from_hf(flags: argparse.Namespace) -> int:
     weights, out = Weights(flags.dir, "the folder to convert"), pathlib.Path(flags.out)
     if (out / "checkpoints").exists() or (out / "config.json").exists():
         raise DeclarationError(f"{out} is a run directory already; give one that is not there yet.")
+    if (out / CARRIED).exists():
+        raise DeclarationError(f"{out / CARRIED} is there already; give a run directory that is not there yet.")
     config = commandline.load_config(str(flags.dir), flags.overrides)
     with distributed.join(config.distributed) or contextlib.nullcontext():
         return _from_hf(flags, weights, config, out)
@@ -64,8 +66,9 @@ def _from_hf(flags: argparse.Namespace, weights: Weights, config: Config, out: p
         config = dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=devices))
     rows = -(-config.train.global_batch_size // devices) * devices      # no batch is ever made; it has to fit any mesh
     job = build_job(dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=rows)), devices)
-    dtypes, shapes = weights.dtypes(), flatten(job.on_devices().abstract_saved()["params"])
-    wanted = {path: jax.ShapeDtypeStruct(x.shape, flags.dtype or dtypes[path], sharding=x.sharding) for path, x in shapes.items()}
+    shapes = flatten(job.on_devices().abstract_saved()["params"])
+    dtypes = dict.fromkeys(shapes, flags.dtype) if flags.dtype else weights.dtypes()
+    wanted = {path: jax.ShapeDtypeStruct(x.shape, dtypes[path], sharding=x.sharding) for path, x in shapes.items()}
     params = weights.restore(0, {"params": unflatten(wanted)})["params"]
     largest = max(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in wanted.values())
     checkpoints = Checkpoints(out / "checkpoints", CheckpointConfig(asynchronous=False), gigabytes_at_once=1 + largest // 10**9)

@@ -49,7 +49,7 @@ def conversation_of(record: dict) -> tuple[bytes | None, str]:
         return None, str(error)
     if not any(message["role"] == "assistant" for message in messages):
         return None, "has no message of the role 'assistant', so that there is nothing to learn"
-    return json.dumps(messages, ensure_ascii=False).encode("utf-8", "replace"), ""
+    return _as_json(messages)
 
 
 def preference_of(record: dict) -> tuple[bytes | None, str]:
@@ -68,7 +68,14 @@ def preference_of(record: dict) -> tuple[bytes | None, str]:
         if not any(message["role"] == "assistant" for message in answer):
             return None, f"has no message of the role 'assistant' in the field {name!r} (behind the prompt)"
     pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    return json.dumps(pair, ensure_ascii=False).encode("utf-8", "replace"), ""
+    return _as_json(pair)
+
+
+def _as_json(found: Any) -> tuple[bytes | None, str]:
+    try:
+        return json.dumps(found, ensure_ascii=False).encode("utf-8"), ""
+    except UnicodeEncodeError:
+        return None, "has half a surrogate pair in its messages, which is no text"
 
 
 def _after(prompt: list[dict], answer: list[dict]) -> list[dict]:

@@ -263,7 +263,7 @@ def _open_text(
         heads, tails, inside = hold_out(corpus.documents, held_out)
     encoded = encoder.encode(heads, closed=several and not inside), encoder.encode(tails, closed=config.pack == "best_fit")
     train, evaluation = encoded[0].stream(), encoded[1].stream() if tails else None
-    if evaluation is not None and inside and encoder.bos is not None and encoder.template is None:  # it begins in a document
+    if evaluation is not None and inside and encoder.begins:  # it begins in a document
         evaluation = evaluation.cut(1, len(evaluation), 0, evaluation.bytes)
     return _Opened(
         train,
@@ -303,7 +303,7 @@ def _training_examples(
 ) -> Examples | PackedExamples:
     size = None if encoder.template is not None else stream.bytes
     if config.pack == "best_fit":
-        out = pack(with_documents(stream, encoder.tokenizer.eos_id), config.sequence_length, size, encoder.context, config.seed)
+        out = _packed(stream, encoder, config, size)
         if not len(out):
             raise DeclarationError(f"the training text of {source.name!r} gives no tokens; name more text in config.data.train.")
     else:
@@ -322,6 +322,11 @@ def _training_examples(
     return out
 
 
+def _packed(stream: Stream, encoder: Encoder, config: DataConfig, size: int | None) -> PackedExamples:
+    stream = with_documents(stream, encoder.tokenizer.eos_id)
+    return pack(stream, config.sequence_length, size, encoder.context, config.seed, begun=encoder.begins)
+
+
 def _evaluation_examples(
     stream: Stream, encoder: Encoder, config: DataConfig, before: int | None, key: str
 ) -> Examples | PackedExamples:
@@ -333,7 +338,7 @@ def _evaluation_examples(
         )
     size = None if encoder.template is not None else stream.bytes
     if config.pack == "best_fit":
-        return pack(with_documents(stream, encoder.tokenizer.eos_id), config.sequence_length, size, encoder.context, config.seed)
+        return _packed(stream, encoder, config, size)
     context = beginning(encoder.tokenizer, encoder.eos) if before is None else before
     return Examples.line(context, stream, config.sequence_length, size)
 

@@ -91,11 +91,14 @@ class Encoder:
             return None
 
     @property
-    def context(self) -> int | None:
-        """The id before a document's first token, where documents are seen by themselves; None: they begin with their own."""
-        if self.bos is not None and self.template is None:
-            return None
-        return beginning(self.tokenizer, self.eos)
+    def begins(self) -> bool:
+        """Whether documents are declared to begin with `context` themselves."""
+        return self.bos is not None and self.template is None
+
+    @property
+    def context(self) -> int:
+        """The id before a document's first token, where documents are seen by themselves."""
+        return self.bos if self.begins else beginning(self.tokenizer, self.eos)
 
 
 def beginning(tokenizer: Tokenizer, separator: int | None) -> int:

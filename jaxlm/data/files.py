@@ -162,10 +162,10 @@ def find_files(names: Sequence[str], key: str) -> list[File]:
         raise DeclarationError(
             f"{key} is empty; expected paths, globs or URLs of files of text or tokens, or {PREFIX}shakespeare."
         )
-    found: dict[str, File] = {}
+    found: dict[str, File] = {}                # by where it lies, since a file can be named in several ways
     for name in names:
         for file in _matches(name, key):
-            found.setdefault(file.name, file)
+            found.setdefault(file.name if file.remote else os.path.realpath(file.name), file)
     return list(found.values())
 
 

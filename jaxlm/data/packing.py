@@ -68,7 +68,7 @@ class PackedExamples:
       stream: the tokens; its documents are known.
       length: L, places of an example.
       bytes: bytes of text that the targets stand for; None when that is not known.
-      context: the id before a document's first token; None where documents begin with a token of their own that is no target.
+      context: the id before a document's first target.
       begins, lengths: int64, int32 [P]: the pieces (places of the stream that are targets), example by example.
       heads: bool [P]: whether a piece begins a document.
       bounds: int64 [N + 1]: example i holds the pieces bounds[i] to bounds[i + 1].
@@ -77,7 +77,7 @@ class PackedExamples:
     stream: Stream
     length: int
     bytes: int | None
-    context: int | None
+    context: int
     begins: np.ndarray
     lengths: np.ndarray
     heads: np.ndarray
@@ -128,7 +128,7 @@ class PackedExamples:
         inputs = np.empty(total, np.int32)
         inputs[1:] = targets[:-1]
         before = self.stream.at(np.maximum(self.begins[pieces] - 1, 0)).astype(np.int64)
-        inputs[starts] = before if self.context is None else np.where(self.heads[pieces], self.context, before)
+        inputs[starts] = np.where(self.heads[pieces], self.context, before)
         flat = {
             "inputs": inputs,
             "targets": targets,
@@ -151,15 +151,20 @@ class PackedExamples:
         return {name: array[0] for name, array in self.gather(np.array([index])).items()}
 
 
-def pack(stream: Stream, length: int, bytes: int | None, context: int | None, seed: int) -> PackedExamples:
+def pack(stream: Stream, length: int, bytes: int | None, context: int, seed: int, *, begun: bool = False) -> PackedExamples:
     """Packs the documents of `stream`, of equal lengths in an order drawn from `seed`.
 
     Args:
       stream: its documents are known (`with_documents`).
       length: places of an example.
-      context: the id before a document's first token; None: documents begin with such a token themselves.
+      context: the id before a document's first token.
+      begun: whether a document that begins with `context` has it as its own, so that it is no target. Not every one need have it:
+        token files have what was put there, and text that is held out may begin inside a document.
     """
-    begins = np.concatenate([[0], stream.ends[:-1]]).astype(np.int64) + (context is None)
+    begins = np.concatenate([[0], stream.ends[:-1]]).astype(np.int64)
+    if begun:
+        full = begins < stream.ends
+        begins[full] += stream.at(begins[full]) == context
     sizes = np.maximum(stream.ends - begins, 0)
     pieces = -(-sizes // length)
     document = np.repeat(np.arange(len(sizes)), pieces)

@@ -53,7 +53,9 @@ def read_bin(path: pathlib.Path, *, dtype: str, vocab_size: int, limit: int) -> 
         raise DeclarationError(f"{path} cannot be read: {error.strerror or error}.") from None
     magic = struct.unpack("<3i", head[:12]) if len(head) == HEADER else (0, 0, 0)
     offset, count = 0, None
-    if magic[0] in MAGIC and magic[1] == 1:
+    if magic[0] in MAGIC:
+        if magic[1] != 1:
+            raise DeclarationError(f"{path} has a header of version {magic[1]}; expected version 1.")
         kind, offset, count = np.dtype(MAGIC[magic[0]]), HEADER, magic[2] & 0xFFFFFFFF
         if size != HEADER + count * kind.itemsize:
             raise DeclarationError(
@@ -102,13 +104,15 @@ def _megatron(path: pathlib.Path, index: pathlib.Path, limit: int) -> Stream:
     sizes = mapped(index, "<i4", 34, sequences)
     pointers = mapped(index, "<i8", 34 + 4 * sequences, sequences)
     first = mapped(index, "<i8", 34 + 12 * sequences, documents)
+    if sequences and sizes.min() < 0 or documents and (first.min() < 0 or first.max() > sequences or (np.diff(first) < 0).any()):
+        raise DeclarationError(f"{index} is damaged: it has negative sizes, or documents that do not follow each other.")
     ends = np.cumsum(sizes, dtype=np.int64)
     if sequences and not np.array_equal(pointers, (ends - sizes) * kind.itemsize):
         raise DeclarationError(f"{index}: its sequences do not lie one after the other in {path.name}; write the data set anew.")
     total = int(ends[-1]) if sequences else 0
     if path.stat().st_size != total * kind.itemsize:
         raise DeclarationError(f"{path} has {path.stat().st_size:,} bytes, but {index.name} says {total * kind.itemsize:,}.")
-    borders = first[(first > 0) & (first <= sequences)]
+    borders = first[first > 0]
     document_ends = np.unique(ends[borders - 1]) if len(borders) else np.zeros(0, np.int64)
     if total and (not len(document_ends) or document_ends[-1] != total):
         document_ends = np.append(document_ends, total)

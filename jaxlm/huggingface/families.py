@@ -96,6 +96,8 @@ def _sliding(config: dict[str, Any], pattern: Callable[[int], bool]) -> tuple[in
     """The window of each layer: of those that `layer_types` calls sliding, or that `pattern` does where there is no such list."""
     count, window = config["num_hidden_layers"], config.get("sliding_window")
     types = config.get("layer_types") or ["sliding_attention" if pattern(i) else "full_attention" for i in range(count)]
+    if len(types) != count:
+        raise DeclarationError(f"config.json has {len(types)} layer_types for {count} layers.")
     unknown = set(types) - {"sliding_attention", "full_attention"}
     if unknown:
         raise DeclarationError(f"config.json has layer_types {sorted(unknown)}; known: sliding_attention, full_attention.")

@@ -90,10 +90,22 @@ class Weights:
         return self._tensors.entries
 
     def dtypes(self) -> dict[str, np.dtype]:
-        """Path to the dtype that its tensors have (that holds those of all layers)."""
-        return {
-            path: np.result_type(*(self._tensors.dtype(name) for name in names)) for path, (_, names, _) in self._sources.items()
-        }
+        """Path to the dtype that its tensors have.
+
+        Raises:
+          DeclarationError: layers differ in it, or arrays cannot have it, so that none would be true.
+        """
+        out = {}
+        for path, (_, names, _) in self._sources.items():
+            found = {self._tensors.dtype(name) for name in names}
+            if len(found) > 1 or np.dtype(np.float64) in found:
+                what = " and ".join(sorted(str(dtype) for dtype in found))
+                raise DeclarationError(
+                    f"{self.path}: {names[0]} and its like in other layers are {what}; an array of all layers has one dtype, "
+                    "float32, bfloat16 or float16. Say with --dtype which."
+                )
+            out[path] = found.pop()
+        return out
 
     def differences(self, model: ModelConfig) -> list[tuple[str, Any, Any]]:
         """(key, value, value of the folder's model) of what makes a model another one."""

@@ -81,7 +81,8 @@ def test_templates_that_fail_say_why(tokenizer, tmp_path):
 @pytest.mark.parametrize("record, words", [
     ({"text": "x"}, "has no messages and no prompt"), ({"messages": []}, "has no list of messages"),
     ({"messages": [{"role": "user"}]}, "has no list of messages"), ({"messages": TALK[:1]}, "nothing to learn"),
-    ({"prompt": 3, "completion": "x"}, "in the field 'prompt'")])
+    ({"prompt": 3, "completion": "x"}, "in the field 'prompt'"),
+    ({"prompt": "x", "completion": "\ud800"}, "half a surrogate pair")])
 def test_what_is_no_conversation_is_named(record, words):
     assert words in conversation_of(record)[1]
 

@@ -67,11 +67,13 @@ def test_a_document_that_fits_is_never_cut_and_a_longer_one_fills_rows():
 
 
 def test_a_beginning_token_is_the_context_and_no_target():
-    packed = pack(stream_of([4, 3, 1]), 8, None, None, 0)
+    """The second document lacks it, as one that was cut does, and the last are that token alone and nothing."""
+    stream = Stream((np.array([7, 1, 2, 3, 4, 5, 6, 7], np.uint16),), np.array([4, 7, 8, 8]))
+    packed = pack(stream, 8, None, 7, 0, begun=True)
     row = packed.example(0)
-    assert sorted(row["targets"][row["mask"]].tolist()) == [1, 2, 3, 5, 6] and packed.targets == 5
+    assert sorted(row["targets"][row["mask"]].tolist()) == [1, 2, 3, 4, 5, 6] and packed.targets == 6
     firsts = row["inputs"][(row["positions"] == 0) & (row["segment_ids"] > 0)]
-    assert sorted(firsts.tolist()) == [0, 4]
+    assert firsts.tolist() == [7, 7]
 
 
 def test_tokens_without_loss_are_seen_but_are_no_targets():

@@ -40,6 +40,8 @@ def test_names_keep_their_order_and_a_file_named_twice_is_read_once(notes):
     corpus = read(notes / "b.txt", notes / "*.txt", notes / "b.txt")
     assert corpus.documents == (b"second", b"first\r\n")
     assert [f.rsplit("/", 1)[-1] for f in corpus.files] == ["b.txt", "a.txt"]
+    (notes / "link.txt").symlink_to(notes / "b.txt")
+    assert read(notes / "b.txt", f"{notes}/../{notes.name}/b.txt", notes / "link.txt").documents == (b"second",)
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path):

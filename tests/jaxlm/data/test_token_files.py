@@ -1,9 +1,11 @@
 """The two binary forms of tokens that people have, read as they were written, and refused where they are damaged."""
 
+import collections
 import struct
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxlm.config import DataConfig
 from jaxlm.data import open_data
@@ -78,6 +80,38 @@ def test_damage_is_named(tmp_path):
     index.write_bytes(b"x" * 99)
     with pytest.raises(DeclarationError, match="is no index of Megatron's"):
         read(path)
+
+
+def test_what_a_header_or_an_index_says_is_not_taken_on_trust(tmp_path):
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 2, len(TOKENS)
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + TOKENS.astype(np.uint16).tobytes())
+    with pytest.raises(DeclarationError, match="a header of version 2; expected version 1"):
+        read(tmp_path / "a.bin")
+    for sizes, documents in (([10, -5, 30], [0, 3]), ([5, 3], [0, 100, 2]), ([5, 3], [0, 2, 1, 2]), ([5, 3], [0, -1, 2])):
+        with pytest.raises(DeclarationError, match="c.idx is damaged"):
+            read(write_megatron(tmp_path, sizes, documents))
+    path = write_megatron(tmp_path, [5, 3], [0, 1, 2], np.int32, 4)
+    path.write_bytes(np.array([1, 2, -1, 4, 5, 6, 7, 8], np.int32).tobytes())
+    with pytest.raises(DeclarationError, match="hold the id -1"):
+        read(path)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_no_target_is_lost_where_documents_lack_the_beginning_token_that_is_declared(written, tmp_path):
+    documents = [[*([7] if written and i % 2 else []), *([97 + i] * (i + 2)), 256] for i in range(9)]
+    np.concatenate(documents).astype(np.uint16).tofile(tmp_path / "a.bin")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({{7: "<b>", 256: "<e>"}.get(i, f"w{i}"): i for i in range(257)}))
+    tokenizer.add_special_tokens(["<b>", "<e>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = DataConfig(train=(str(tmp_path / "a.bin"),), sequence_length=8, eval_fraction=0.0, pack="best_fit", bos=True,
+                        bos_token="<b>", eos_token="<e>", tokenizer=str(tmp_path / "tokenizer.json"))
+    packed = open_data(config, 257).train
+    rows = packed.gather(np.arange(len(packed)))
+    wanted = [t for document in documents for t in document if t != 7]
+    assert sorted(rows["targets"][rows["mask"]].tolist()) == sorted(wanted)
+    firsts = rows["inputs"][(rows["positions"] == 0) & (rows["segment_ids"] > 0)]
+    assert collections.Counter(firsts.tolist())[7] == len(documents)
 
 
 def test_files_are_trained_on_in_both_ways_of_packing_and_their_end_is_held_out(tmp_path):

@@ -6,7 +6,7 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxlm import commandline, convert
 from jaxlm.checkpoints import Checkpoints
@@ -73,6 +73,21 @@ def test_a_run_that_came_from_a_folder_goes_out_as_it_came(tmp_path):
         assert json.loads((tmp_path / kind / "config.json").read_text())["model_type"] == kind
         assert (tmp_path / kind / "tokenizer.json").exists() == (kind == "phi3")
     assert json.loads((tmp_path / "phi3" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_a_dtype_that_would_be_lost_is_refused(tmp_path, capsys):
+    source = shutil.copytree(FOLDERS / "mistral", tmp_path / "source")
+    file = source / "model.safetensors"
+    original = load_file(file)
+    for change, message in ((lambda name: np.float64, "are float64"),
+                            (lambda name: np.float16 if ".0." in name else np.float32, "are float16 and float32")):
+        save_file({name: x.astype(change(name)) for name, x in original.items()}, file, {"format": "pt"})
+        run("from-hf", source, tmp_path / "run", status=2)
+        assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
+    run("from-hf", source, tmp_path / "run", "--dtype=float32")
+    (tmp_path / "other" / "huggingface").mkdir(parents=True)
+    run("from-hf", source, tmp_path / "other", "--dtype=float32", status=2)
+    assert "is there already" in capsys.readouterr().err
 
 
 def test_mistakes_are_told(tmp_path, capsys):
