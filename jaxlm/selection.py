@@ -48,7 +48,7 @@ class Selection:
     Attributes:
       include: regular expressions on the parameters' paths here; empty for all.
       rename: pairs of a regular expression on the parameters' paths there and what replaces what it matches (`re.sub`), in turn.
-      leave: names of arrays there, of which nobody asks for if they are not wanted here.
+      leave: names of arrays there that may stay unread where they are not known here.
     """
     include: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()

@@ -256,6 +256,15 @@ def _write_gpt2(model):
 
 
 LLAMA_TENSORS = (*ENDS, *BEFORE, *attention(), *mlp())
+GEMMA_DEFAULTS = dict(
+    DEFAULTS,
+    num_key_value_heads=4,
+    head_dim=256,
+    tie_word_embeddings=True,
+    hidden_activation="gelu_pytorch_tanh",
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+)
 GEMMA = dict(RMS, norm_placement="both", norm_unit_offset=True)
 GLM = dict(RMS, mlp_bias=False, output_bias=False)
 GLM_DEFAULTS = dict(
@@ -310,13 +319,7 @@ FAMILIES = {
             "Gemma2ForCausalLM",
             KEYS,
             dict(
-                DEFAULTS,
-                num_key_value_heads=4,
-                head_dim=256,
-                tie_word_embeddings=True,
-                hidden_activation="gelu_pytorch_tanh",
-                query_pre_attn_scalar=256,
-                sliding_window=4096,
+                GEMMA_DEFAULTS,
                 final_logit_softcapping=30.0,
                 attn_logit_softcapping=50.0,
                 max_position_embeddings=8192,
@@ -332,13 +335,7 @@ FAMILIES = {
             "Gemma3ForCausalLM",
             KEYS,
             dict(
-                DEFAULTS,
-                num_key_value_heads=4,
-                head_dim=256,
-                tie_word_embeddings=True,
-                hidden_activation="gelu_pytorch_tanh",
-                query_pre_attn_scalar=256,
-                sliding_window=4096,
+                GEMMA_DEFAULTS,
                 final_logit_softcapping=None,
                 rope_theta=1_000_000.0,
                 max_position_embeddings=131_072,
