@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import pathlib
 import shutil
 import sys
@@ -94,7 +95,7 @@ def to_hf(flags: argparse.Namespace) -> int:
         raise DeclarationError(f"{out} is there already; give a folder that is new or empty.")
     config, reader = commandline.load_config(str(path / "config.json")), Checkpoints(path / "checkpoints")
     verified(reader, step)
-    tokenizer = pathlib.Path(config.data.tokenizer).expanduser()       # of a run from a folder, it is that folder
+    tokenizer = pathlib.Path(os.path.expanduser(config.data.tokenizer))       # of a run from a folder, it is that folder
     came_with = path / CARRIED if folder.is_folder(path / CARRIED) else tokenizer
     family, described = describe(config.model, came_with, flags.family)
     stored = {name.removeprefix("params/"): (shape, np.dtype(flags.dtype or dtype)) for name, (shape, dtype) in
@@ -158,7 +159,7 @@ def carry(source: pathlib.Path, out: pathlib.Path) -> None:
 
 
 def _carry_tokenizer(run: pathlib.Path, config: Config, out: pathlib.Path) -> None:
-    tokenizer = pathlib.Path(config.data.tokenizer).expanduser()
+    tokenizer = pathlib.Path(os.path.expanduser(config.data.tokenizer))
     if (run / CARRIED).is_dir():
         carry(run / CARRIED, out)
     elif tokenizer.is_dir():

@@ -91,7 +91,8 @@ def arguments() -> argparse.ArgumentParser:
         "kill. --config.data.tokenizer, bos, eos, content, text_field and on_bad_record hold.",
     )
     out.add_argument("--out", metavar="DIR", help="the cache's folder, or the tokenizer's")
-    out.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
+    workers = "threads or processes (default: one per core)"
+    out.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help=workers)
     out.add_argument("--train", action="store_true", help="train a byte-level BPE on the corpus instead")
     out.add_argument("--vocab_size", type=int, default=8192, metavar="N", help="with --train: ids")
     out.add_argument("--check", action="store_true", help="compare every byte of the cache with its manifest instead")

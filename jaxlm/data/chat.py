@@ -8,14 +8,15 @@ conversations and do not repeat it; where a pair has no `prompt`, it is the mess
 Targets are the tokens of the assistant's turns and the special token that ends each; a conversation that ends without one gets
 the tokenizer's end token, so that the end is always learnt. What the assistant says is known by the template's own
 {% generation %} marks, as Hugging Face has them, or by rendering the conversation up to the turn (with the prompt for it) and up
-to its end: the template must then only ever add text.
+to its end: the template must then only ever add text. A template that has no such prompt (it passes add_generation_prompt over)
+is shown two answers that differ from their first letter on; what it writes before both is not the assistant's.
 """
 
 import dataclasses
 import functools
 import itertools
 import json
-import pathlib
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -72,8 +73,12 @@ def preference_of(record: dict) -> tuple[bytes | None, str]:
 
 
 def _as_json(found: Any) -> tuple[bytes | None, str]:
+    text = json.dumps(found, ensure_ascii=False)
+    for mark in (OPEN, CLOSE):
+        if mark in text:
+            return None, f"has the noncharacter U+{ord(mark):04X} in its messages, which is no text"
     try:
-        return json.dumps(found, ensure_ascii=False).encode("utf-8"), ""
+        return text.encode("utf-8"), ""
     except UnicodeEncodeError:
         return None, "has half a surrogate pair in its messages, which is no text"
 
@@ -174,7 +179,7 @@ class ChatTemplate:
 
     def _turns(self, messages: Sequence[dict], after: int) -> tuple[str, list[tuple[int, int]]]:
         """The text, and [begin, end) in characters of each assistant's turn from message `after` on."""
-        if re.search(r"{%-?\s*generation\b", self.source):
+        if re.search(r"{%[-+]?\s*generation\b", self.source):
             text, spans, marked = "", [], self._marked(messages)
             for piece in re.split(f"([{OPEN}{CLOSE}])", marked):
                 if piece == OPEN:
@@ -199,8 +204,19 @@ class ChatTemplate:
             spans.append((len(begin), len(end)))
         return text, spans
 
+    @functools.cached_property
+    def _prompts(self) -> bool:
+        """Whether it writes something more where a prompt for the assistant's turn is asked for."""
+        before = [{"role": "user", "content": "A"}]
+        try:
+            return self.render(before, generation_prompt=True) != self.render(before)
+        except TemplateError:
+            return True
+
     def _opening(self, before: Sequence[dict], text: str) -> str:
         """What a conversation says up to the assistant's turn behind the messages `before`."""
+        if not self._prompts:
+            return os.path.commonprefix([self.render([*before, {"role": "assistant", "content": a}]) for a in "AB"])
         if before:
             return self.render(before, generation_prompt=True)
         try:  # the assistant has the first word, and many a template fails without any
@@ -265,8 +281,9 @@ def load_template(declared: str | None, tokenizer: Tokenizer, name: str) -> Chat
     if "{" in declared:
         return ChatTemplate(declared, tokenizer, "config.data.chat_template")
     try:
-        source = pathlib.Path(declared).expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with open(os.path.expanduser(declared), encoding="utf-8") as handle:
+            source = handle.read()
+    except (OSError, ValueError) as error:  # no UTF-8, or no path
         raise DeclarationError(
             f"config.data.chat_template = {declared!r} cannot be read: {getattr(error, 'strerror', None) or error}."
         ) from None

@@ -62,7 +62,7 @@ class File:
     @property
     def kind(self) -> str:
         """What is in it: its extension without that of compression; 'cache' or 'dataset' for a folder."""
-        if not self.remote and self.path.is_dir():
+        if not self.remote and os.path.isdir(self.path):
             return "cache" if (self.path / CACHE).exists() or (self.path / "plan.json").exists() else "dataset"
         name = self.name[: -len(self.compression)] if self.compression else self.name
         return pathlib.PurePosixPath(name).suffix.lower()
@@ -177,8 +177,8 @@ def _matches(name: str, key: str) -> list[File]:
         return [File(str(EMBEDDED[text]))]
     if "://" in name:
         return _remote(name, key)
-    path = pathlib.Path(name).expanduser()
-    if path.exists() or not glob.has_magic(name):
+    path = pathlib.Path(os.path.expanduser(name))
+    if os.path.exists(path) or not glob.has_magic(name):
         return [_checked(File(str(path)), key)]
     matches = [match for match in sorted(glob.glob(str(path), recursive=True)) if not os.path.isdir(match) or _is_data(match)]
     if not matches:
@@ -211,9 +211,9 @@ def _remote(url: str, key: str) -> list[File]:
 def _checked(file: File, key: str) -> File:
     if not file.remote:
         path = file.path
-        if path.is_dir() and not (_is_data(str(path)) or (path / "plan.json").exists()):
+        if os.path.isdir(path) and not (_is_data(str(path)) or (path / "plan.json").exists()):
             raise DeclarationError(f"{key}: {path} is a folder; name its files, for example '{path}/**/*.txt'.")
-        if not path.exists():
+        if not os.path.exists(path):
             siblings = (
                 [p.name for p in path.parent.iterdir() if File(p.name).kind in DOCUMENTS + TOKENS] if path.parent.is_dir() else []
             )

@@ -13,6 +13,7 @@ One source alone is a mixture without blocks.
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,13 +63,11 @@ def declared_sources(train: Sequence[Any]) -> list[Source]:
             if word not in ("paths", "name", "weight"):
                 raise DeclarationError(f"unknown key {place}.{word}: {nearest(word, ('paths', 'name', 'weight'), 'key')}")
         paths = item.get("paths", ())
-        paths = (paths,) if isinstance(paths, str) else tuple(paths)
+        paths = (paths,) if isinstance(paths, str) else tuple(paths) if isinstance(paths, (tuple, list)) else ()
         if not paths or not all(isinstance(path, str) for path in paths):
             raise DeclarationError(f"{place}.paths = {item.get('paths')!r}; expected a path, glob or URL, or several.")
         weight = item.get("weight")
-        if weight is not None and (
-            isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf")
-        ):
+        if weight is not None and not _is_weight(weight):
             raise DeclarationError(f"{place}.weight = {weight!r}; expected a number of at least 0.")
         out.append(Source(str(item.get("name", paths[0])), paths, weight))
     names = [source.name for source in out]
@@ -81,6 +80,10 @@ def declared_sources(train: Sequence[Any]) -> list[Source]:
     return out
 
 
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+
+
 def declared_stages(stages: Sequence[Any], names: Sequence[str]) -> list[tuple[int, list[float]]]:
     """(step, weights in the order of `names`) of config.data.stages, ascending.
 
@@ -89,13 +92,13 @@ def declared_stages(stages: Sequence[Any], names: Sequence[str]) -> list[tuple[i
     """
     out, key = [], "config.data.stages"
     for i, pair in enumerate(stages):
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], int) and isinstance(pair[1], Mapping)):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], int) and isinstance(pair[1], Mapping)):
             raise DeclarationError(f"{key}[{i}] = {pair!r}; expected a pair such as (1000, dict(web=0.5, books=0.5)).")
         step, weights = pair
         for name, weight in weights.items():
             if name not in names:
                 raise DeclarationError(f"{key}[{i}] names no source {name!r}; {nearest(name, names, 'source')}")
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+            if not _is_weight(weight):
                 raise DeclarationError(f"{key}[{i}]: the weight of {name!r} is {weight!r}; expected a number of at least 0.")
         if step <= (out[-1][0] if out else 0):
             raise DeclarationError(f"{key}[{i}] is at step {step}; steps must be above 0 and ascend.")

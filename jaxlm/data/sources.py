@@ -14,15 +14,19 @@ left out and counted.
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlm.data.extras import needed
 from jaxlm.data.files import File, find_files
 from partitioning.declaration import DeclarationError
 
-# What makes a document of a record, or says what is wrong with it: (record, field) -> (bytes, '') or (None, problem).
-Extract = Callable[[dict], tuple[bytes | None, str]]
+# What makes a document of a record, or says what is wrong with it: record -> (bytes, '') or (None, problem).
+Extract = Callable[[Mapping], tuple[bytes | None, str]]
+
+
+class UnreadableField(Exception):
+    """A field of a record whose value cannot be had."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +103,16 @@ def documents_of(
       DeclarationError: a bad record, unless it is to be skipped.
     """
     for place, record in _RECORDS[file.kind](file, part) if file.kind == ".jsonl" else _RECORDS[file.kind](file):
-        text, problem = (
-            (None, record) if isinstance(record, str) else (record, "") if isinstance(record, bytes) else extract(record)
-        )
-        if problem and on_bad_record == "fail":
-            mend = "" if place == file.name else " Mend the record, or set config.data.on_bad_record='skip'."
-            raise DeclarationError(
-                f"{place} {problem}{';' if not mend else '.'}"
-                + (mend or " convert it, for example with iconv -f LATIN1 -t UTF-8.")
+        try:
+            text, problem = (
+                (None, record) if isinstance(record, str) else (record, "") if isinstance(record, bytes) else extract(record)
             )
+        except UnreadableField as error:
+            text, problem = None, str(error)
+        if problem and on_bad_record == "fail":
+            if place == file.name:
+                raise DeclarationError(f"{place} {problem}; convert it, for example with iconv -f {_encoding(file)} -t UTF-8.")
+            raise DeclarationError(f"{place} {problem}. Mend the record, or set config.data.on_bad_record='skip'.")
         if problem:
             counts.skipped += 1
         elif not text.strip():
@@ -140,6 +145,12 @@ def _txt(file: File) -> Iterator[tuple[str, Any]]:
     with file.open() as handle:
         text = _all(handle, file).removeprefix(b"\xef\xbb\xbf")
     yield file.name, _utf8(text, "") or text
+
+
+def _encoding(file: File) -> str:
+    """What text that is not UTF-8 most likely is."""
+    with file.open() as handle:
+        return "UTF-16" if handle.read(2) in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
 
 
 def _utf8(text: bytes, where: str) -> str:
@@ -210,7 +221,7 @@ def _parquet(file: File) -> Iterator[tuple[str, Any]]:
     row = 0
     with file.open() as handle:
         for batch in _of_arrow(file, lambda: parquet.ParquetFile(handle).iter_batches(batch_size=256)):
-            for record in batch.to_pylist():
+            for record in _rows(batch):
                 row += 1
                 yield f"{file.name}: row {row}", record
 
@@ -241,7 +252,7 @@ def _dataset(file: File) -> Iterator[tuple[str, Any]]:
                 yield from arrow.ipc.open_stream(source)
 
         for batch in _of_arrow(part, batches):
-            for record in batch.to_pylist():
+            for record in _rows(batch):
                 row += 1
                 yield f"{folder}: row {row}", record
 
@@ -251,6 +262,56 @@ def _of_arrow(file: File, batches: Callable[[], Iterable]) -> Iterator[Any]:
         yield from batches()
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         raise DeclarationError(f"{file.name} cannot be read: {error}.") from None
+
+
+class _Columns(dict):
+    """The columns of an Arrow batch as lists of values, made when one is asked for: others may hold what Python has no type for.
+    A value that cannot be had is the error that says why."""
+
+    def __init__(self, batch: Any):
+        self.batch = batch
+
+    def __missing__(self, name: str) -> list[Any]:
+        column = self.batch.column(name)
+        try:
+            self[name] = column.to_pylist()
+        except (ValueError, OverflowError):
+            self[name] = [_value(scalar) for scalar in column]
+        return self[name]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError) as error:
+        return error
+
+
+class _Row(Mapping):
+    def __init__(self, columns: _Columns, i: int):
+        self._columns, self._i = columns, i
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        value = self._columns[name][self._i]
+        if isinstance(value, Exception):
+            raise UnreadableField(f"has a value in the field {name!r} that cannot be read: {value}")
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns.batch.schema.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns.batch.schema.names)
+
+    def __len__(self) -> int:
+        return self._columns.batch.num_columns
+
+
+def _rows(batch: Any) -> Iterator[Mapping]:
+    columns = _Columns(batch)
+    return (_Row(columns, i) for i in range(batch.num_rows))
 
 
 def _array_record(file: File) -> Iterator[tuple[str, Any]]:

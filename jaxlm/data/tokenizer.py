@@ -193,7 +193,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return TextStream(self)
 
 
-def _groups(pieces: Iterable[tuple[int, str]], count: int = 1024, size: int = 1 << 23) -> Iterator[list[tuple[int, str]]]:
+def _groups(pieces: Iterable[tuple[int, str]], count: int = 256, size: int = 1 << 20) -> Iterator[list[tuple[int, str]]]:
     """Runs of numbered pieces, of at most `count` and about `size` characters."""
     some, held = [], 0
     for piece in pieces:

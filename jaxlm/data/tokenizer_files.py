@@ -13,6 +13,7 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -96,8 +97,8 @@ def read(name: str, key: str) -> Tokenizer:
     Raises:
       DeclarationError: there is none, it is damaged or of no known kind, or the package that reads it is not installed.
     """
-    path = pathlib.Path(name).expanduser()
-    if path.is_dir():
+    path = pathlib.Path(os.path.expanduser(name))
+    if os.path.isdir(path):
         path = _in_folder(path, name, key)
     try:
         content = path.read_bytes()

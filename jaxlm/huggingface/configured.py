@@ -6,6 +6,7 @@ defaults, and names no folder afterwards.
 
 import itertools
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +56,7 @@ def over(values: Any, source: str) -> Any:
 
 def tokenizer_of(source: str | pathlib.Path) -> dict[str, Any]:
     """config.data.tokenizer and bos of a folder, if it has a tokenizer."""
-    folder = pathlib.Path(source).expanduser()
+    folder = pathlib.Path(os.path.expanduser(source))
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return {}
     return {"tokenizer": str(source), "bos": _begins(_json(folder / "tokenizer.json"), _json(folder / "tokenizer_config.json"))}

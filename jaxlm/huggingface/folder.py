@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import mmap
+import os
 import pathlib
 import struct
 from collections.abc import Mapping
@@ -49,7 +50,7 @@ def read_config(path: str | pathlib.Path, key: str) -> dict[str, Any]:
     Raises:
       DeclarationError: there is none.
     """
-    place = pathlib.Path(path).expanduser() / CONFIG
+    place = pathlib.Path(os.path.expanduser(path)) / CONFIG
     try:
         config = json.loads(place.read_text("utf-8"))
     except OSError as error:
@@ -73,7 +74,7 @@ class Tensors:
         Raises:
           DeclarationError: there are no safetensors files, one is missing or is cut short, or its header cannot be read.
         """
-        self.path = pathlib.Path(path).expanduser()
+        self.path = pathlib.Path(os.path.expanduser(path))
         self._maps: dict[str, mmap.mmap] = {}
         index = self.path / INDEX
         if index.is_file():

@@ -6,6 +6,7 @@ one. On a CPU the blocks themselves become the array, elsewhere they are sent an
 """
 
 import math
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ class Weights:
         Raises:
           DeclarationError: it is no such folder, of no known family, or a tensor is unknown, missing or misshapen.
         """
-        self.path = pathlib.Path(path).expanduser()
+        self.path = pathlib.Path(os.path.expanduser(path))
         self._config = read_config(path, key)
         self.family = family_of(self._config)
         self.model = to_config({"model": {"from_hf": str(path)}}).model

@@ -50,6 +50,15 @@ def test_without_marks_turns_are_found_by_rendering_up_to_them(tokenizer):
     assert not any(turn.endswith("\n") for turn in learnt(template, TALK)), "the line break behind the end token is not"
 
 
+def test_of_a_template_without_a_prompt_the_header_is_not_learnt(tokenizer):
+    """It passes add_generation_prompt over; the marks may keep the white space before them."""
+    bare = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    for talk in (TALK, TALK[1:]):
+        assert learnt(ChatTemplate(bare, tokenizer, "t"), talk) == ["hello you<|endoftext|>", "so long<|endoftext|>"]
+    kept = ChatTemplate(MARKED.replace("{% generation", "{%+ generation"), tokenizer, "t")
+    assert learnt(kept, TALK) == ["hello you<|endoftext|>", "so long<|endoftext|>"]
+
+
 def test_a_conversation_always_ends_with_an_end_token_that_is_learnt(tokenizer):
     assert learnt(ChatTemplate(PLAIN, tokenizer, "t"), TALK)[-1].endswith("so long\n<|endoftext|>")
     assert not learnt(ChatTemplate(PLAIN, tokenizer, "t"), TALK[:3])[-1].endswith("<|endoftext|>"), "the user had the last word"
@@ -82,7 +91,8 @@ def test_templates_that_fail_say_why(tokenizer, tmp_path):
     ({"text": "x"}, "has no messages and no prompt"), ({"messages": []}, "has no list of messages"),
     ({"messages": [{"role": "user"}]}, "has no list of messages"), ({"messages": TALK[:1]}, "nothing to learn"),
     ({"prompt": 3, "completion": "x"}, "in the field 'prompt'"),
-    ({"prompt": "x", "completion": "\ud800"}, "half a surrogate pair")])
+    ({"prompt": "x", "completion": "\ud800"}, "half a surrogate pair"),
+    ({"prompt": "x", "completion": "a \ufdd1 b"}, "the noncharacter U+FDD1")])
 def test_what_is_no_conversation_is_named(record, words):
     assert words in conversation_of(record)[1]
 

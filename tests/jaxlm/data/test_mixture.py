@@ -137,7 +137,9 @@ def test_temperature_flattens_the_shares():
     (("a.txt", {"paths": "b"}), "stands beside dicts"),
     (({"path": "b"},), "did you mean 'paths'?"),
     (({"paths": ()},), "expected a path, glob or URL"),
+    (({"paths": 5},), "expected a path, glob or URL"),
     (({"paths": "b", "weight": -1},), "weight = -1"),
+    (({"paths": "b", "weight": 10 ** 400},), "expected a number"),
     (({"paths": "b", "weight": 1}, {"paths": "c"}), "give all or none"),
     (({"paths": "b"}, {"paths": "b"}), "two sources of the name 'b'")])
 def test_what_is_no_mixture_is_refused(train, words):

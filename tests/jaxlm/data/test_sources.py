@@ -98,7 +98,10 @@ def test_unknown_kinds_of_files_are_refused_even_when_a_glob_matches_them(tmp_pa
 
 def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path):
     (tmp_path / "a.txt").write_bytes("naïve".encode("latin1"))
-    assert "is not UTF-8: byte 0xef at offset 2" in message(tmp_path / "a.txt") and "iconv" in message(tmp_path / "a.txt")
+    assert "is not UTF-8: byte 0xef at offset 2" in message(tmp_path / "a.txt")
+    assert "iconv -f LATIN1" in message(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes("naïve".encode("utf-16"))
+    assert "iconv -f UTF-16" in message(tmp_path / "a.txt")
 
 
 def test_a_named_file_without_text_is_refused_and_one_in_a_glob_is_left_out(notes):
@@ -169,6 +172,22 @@ def test_parquet_and_data_sets_on_disk_are_a_document_per_row(tmp_path):
     assert "data-00000-of-00001.arrow cannot be read" in message(folder)
     (folder / "state.json").rename(folder / "dataset_dict.json")
     assert "of several splits" in message(folder)
+
+
+def test_a_value_that_cannot_be_had_is_a_bad_record_where_it_is_the_text_and_nothing_where_it_is_not(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    broken = arrow.Array.from_buffers(arrow.string(), 3, arrow.array([b"one", b"\xff\xfe", b"three"]).buffers())
+    times = arrow.array([1, 2, 3], arrow.timestamp("ns"))
+    pyarrow.parquet.write_table(arrow.table({"text": broken, "at": times}), tmp_path / "a.parquet")
+    assert "a.parquet: row 2 has a value in the field 'text' that cannot be read" in message(tmp_path / "a.parquet")
+    corpus = read(tmp_path / "a.parquet", on_bad_record="skip")
+    assert corpus.documents == (b"one", b"three") and corpus.skipped == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-that-name/a.txt"])
+def test_a_name_that_no_file_can_have_is_a_file_that_is_not_there(name):
+    assert "there is no file" in message(name)
 
 
 def test_array_records_are_objects_or_texts(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -157,6 +158,49 @@ def test_what_lies_in_the_way_is_not_overwritten(tmp_path, corpus):
     assert "of other text, another tokenizer or other options" in make(tmp_path / "cache", corpus[1], status=2)
     assert "holds tokens already" in make(tmp_path / "again", tmp_path / "cache", status=2)
     assert "gives pairs" in make(tmp_path / "again", *corpus, status=2, content="preference")
+    for words in ([], ["--train"]):
+        arguments = [f"--config.data.train={corpus[0]}", f"--out={corpus[1]}", *words]
+        assert run(tokenize.main, tokenize.arguments(), arguments) == 2
+    assert "no folder can be made there" in make(tmp_path / "mine" / "notes.md" / "x", *corpus, status=2)
+    (tmp_path / "empty.txt").write_text("")
+    arguments = ["--train", f"--config.data.train={tmp_path / 'empty.txt'}", f"--out={tmp_path / 'no'}"]
+    assert run(tokenize.main, tokenize.arguments(), arguments) == 2
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("workers, content", [(3, "text"), (10, "text"), (2, "chat")])
+def test_any_number_of_threads_or_processes_makes_the_same_cache(tmp_path, corpus, monkeypatch, build, workers, content):
+    monkeypatch.setattr(tokenizing, "SMALLEST", 600)
+    talks = [json.dumps({"prompt": f"Question {i}?", "completion": "yes " * (i % 9 + 1)}) + "\n" for i in range(60)]
+    (tmp_path / "talks.jsonl").write_text("".join(talks))
+    names, options = ((corpus[0],), {}) if content == "text" else ((tmp_path / "talks.jsonl",), {
+        "content": "chat", "chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"})
+    options["tokenizer"] = build(tmp_path / "tokenizer.json")
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    make(tmp_path / "one", *names, **options)
+    with contextlib.redirect_stdout(io.StringIO()):
+        words = [f"--config.data.{name}={value}" for name, value in options.items()]
+        command = [f"--config.data.train={names[0]}", f"--out={tmp_path / 'several'}", f"--workers={workers}", *words]
+        assert run(tokenize.main, tokenize.arguments(), command) == 0
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == before
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "several" / path.name).read_bytes(), path.name
+
+
+def test_a_data_sets_folder_is_known_by_its_contents(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    found = []
+    for i, text in enumerate(("one", "two")):
+        folder = tmp_path / f"dataset{i}"
+        folder.mkdir()
+        with arrow.OSFile(str(folder / "data.arrow"), "wb") as sink:
+            table = arrow.table({"text": [text]})
+            with arrow.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+        make(tmp_path / f"cache{i}", folder)
+        found.append(token_cache.read_manifest(tmp_path / f"cache{i}")["sources"][0]["sha256"])
+    assert len(found[0]) == 64 and found[0] != found[1]
 
 
 def test_a_bad_record_stops_it_or_is_counted(tmp_path, corpus):
