@@ -25,7 +25,8 @@ import numpy as np
 
 from jaxlm import commandline, distributed
 from jaxlm.checkpoints import FORMAT, Checkpoints, find_source
-from jaxlm.config import CheckpointConfig, Config, to_dict
+from jaxlm.config import CheckpointConfig, Config, DataConfig, to_dict
+from jaxlm.data.encoder import declared_tokenizer
 from jaxlm.huggingface import folder
 from jaxlm.huggingface.architecture import config_json, find_family, mismatches
 from jaxlm.huggingface.configured import tokenizer_of
@@ -34,7 +35,7 @@ from jaxlm.huggingface.tensors import workers, write_from
 from jaxlm.huggingface.weights import Weights, sources
 from jaxlm.models import build_model, count_parameters
 from jaxlm.restored import choose_step
-from jaxlm.run_directory import save_config
+from jaxlm.run_directory import make_folder, save_config
 from jaxlm.starting_point import verified
 from partitioning import MeshConfig
 from partitioning.declaration import DeclarationError, nearest
@@ -42,6 +43,8 @@ from partitioning.paths import flatten, unflatten
 
 CARRIED = "huggingface"                        # in a run directory: the files that are no weights
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+TERMS = ("LICENSE", "NOTICE")                  # in any spelling, with or without an ending
+TOO_LARGE = "{} has numbers that float16 does not hold; give --dtype=bfloat16 or float32."
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -69,8 +72,13 @@ def _from_hf(flags: argparse.Namespace, weights: Weights, config: Config, out: p
     job = build_job(dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=rows)), devices)
     shapes = flatten(job.on_devices().abstract_saved()["params"])
     dtypes = dict.fromkeys(shapes, flags.dtype) if flags.dtype else weights.dtypes()
+    make_folder(out, "OUT")
     wanted = {path: jax.ShapeDtypeStruct(x.shape, dtypes[path], sharding=x.sharding) for path, x in shapes.items()}
     params = weights.restore(0, {"params": unflatten(wanted)})["params"]
+    if flags.dtype == "float16":
+        for path, x in flatten(params).items():
+            if not bool(jax.numpy.isfinite(x).all()):
+                raise DeclarationError(TOO_LARGE.format(path))
     largest = max(math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x in wanted.values())
     checkpoints = Checkpoints(out / "checkpoints", CheckpointConfig(asynchronous=False), gigabytes_at_once=1 + largest // 10**9)
     about = {"format": FORMAT, "step": 0, "config": to_dict(config), "mesh": dict(job.layout.sizes),
@@ -97,12 +105,13 @@ def to_hf(flags: argparse.Namespace) -> int:
     verified(reader, step)
     tokenizer = pathlib.Path(os.path.expanduser(config.data.tokenizer))       # of a run from a folder, it is that folder
     came_with = path / CARRIED if folder.is_folder(path / CARRIED) else tokenizer
-    family, described = describe(config.model, came_with, flags.family)
+    family, described = describe(config.model, came_with, flags.family, ends(config.data))
     stored = {name.removeprefix("params/"): (shape, np.dtype(flags.dtype or dtype)) for name, (shape, dtype) in
               reader.shapes(step).items() if name.startswith("params/")}
     where = sources(family, config.model, flatten(build_model(config.model).specs), family.prefix)
+    narrower = flags.dtype == "float16"
     tensors = {name: (bound.shape, stored[member][1]) for member, (_, names, bound) in where.items() for name in names}
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "OUT")
     writer = folder.Writer(out, dict(sorted(tensors.items(), key=lambda item: _natural(item[0]))))
     for member, (stacked, names, bound) in where.items():
         array = reader.open(step, f"params/{member}")
@@ -113,7 +122,10 @@ def to_hf(flags: argparse.Namespace) -> int:
             def put(layer, block=block, index=index, member=member, stacked=stacked, names=names, bound=bound):
                 own, rest = (block[layer - index[0].start], index[1:]) if stacked else (block, index)
                 name = names[layer or 0]
-                write_from(own, bound, member, writer.array(name), rest)
+                with np.errstate(over="ignore"):  # it is looked for below
+                    write_from(own, bound, member, writer.array(name), rest)
+                if narrower and not np.isfinite(writer.array(name)).all():
+                    raise DeclarationError(TOO_LARGE.format(name) + f" What was written to {out} is not whole; remove it.")
                 writer.release(name)
 
             list(workers().map(put, layers))
@@ -125,8 +137,20 @@ def to_hf(flags: argparse.Namespace) -> int:
     return 0
 
 
-def describe(model: Any, came_with: pathlib.Path, name: str | None) -> tuple[Family, dict[str, Any]]:
-    """The family of a model, and its config.json: the one that it came with, if that is still true.
+def ends(data: DataConfig) -> dict[str, int | None]:
+    """The ids that begin, end and pad a text in a config.json: the tokenizer's, and none where it is not there any more."""
+    try:
+        tokenizer = declared_tokenizer(data)
+    except DeclarationError:
+        return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}
+
+
+def describe(
+    model: Any, came_with: pathlib.Path, name: str | None, ids: dict[str, int | None]
+) -> tuple[Family, dict[str, Any]]:
+    """The family of a model, and its config.json: the one that it came with, if that is still true; else one with `ids`, for
+    the families' own defaults are ids of their own tokenizers.
 
     Raises:
       DeclarationError: no family has such models, or not the one that was asked for.
@@ -139,7 +163,7 @@ def describe(model: Any, came_with: pathlib.Path, name: str | None) -> tuple[Fam
             return FAMILIES[given["model_type"]], given
         name = name or (given["model_type"] if given["model_type"] in FAMILIES else None)
     family = FAMILIES[name] if name else find_family(model)
-    return family, config_json(model, family)
+    return family, config_json(model, family) | ids
 
 
 def pieces(array: Any) -> Iterator[tuple[slice, ...]]:
@@ -154,7 +178,8 @@ def carry(source: pathlib.Path, out: pathlib.Path) -> None:
     """Copies what is no weights."""
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in SUFFIXES and not path.name.endswith(".index.json"):
+        described = path.suffix in SUFFIXES or path.name.upper().startswith(TERMS)
+        if path.is_file() and described and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
 
 

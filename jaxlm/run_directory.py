@@ -68,6 +68,18 @@ def check_name(workdir: pathlib.Path) -> None:
         )
 
 
+def make_folder(path: pathlib.Path, key: str) -> None:
+    """Makes a folder that was given as `key`, if it is not there.
+
+    Raises:
+      DeclarationError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeclarationError(f"{key}={path} cannot be made: {error.strerror or error}; give another folder.") from None
+
+
 @contextlib.contextmanager
 def sole_writer(workdir: pathlib.Path):
     """Keeps a second run out of a run directory, as long as it is entered. Makes the directory.
@@ -75,8 +87,8 @@ def sole_writer(workdir: pathlib.Path):
     Raises:
       DeclarationError: another process writes there, or the directory cannot be made.
     """
+    make_folder(workdir, "--workdir")
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
         handle = open(workdir / ".lock", "w")
     except OSError as error:
         raise DeclarationError(f"--workdir={workdir} cannot be made: {error.strerror or error}; give another folder.") from None

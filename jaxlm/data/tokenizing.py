@@ -31,6 +31,7 @@ from jaxlm.data.files import CACHE, File, find_files
 from jaxlm.data.sources import Counts, documents_of
 from jaxlm.data.token_cache import ARRAYS, FORMAT, checksums, crc_of, read_manifest
 from jaxlm.errors import RunError
+from jaxlm.run_directory import make_folder
 from partitioning.declaration import DeclarationError
 
 PARTS, SMALLEST, LARGEST = 256, 1 << 18, 64 << 20  # of all text, and the bytes of a .jsonl file in one
@@ -172,7 +173,7 @@ def _start(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[None]:
     else:
         if out.exists() and (not out.is_dir() or any(p.name != "plan.json.draft" for p in out.iterdir())):
             raise DeclarationError(f"--out={out} is there and holds no token cache; give a folder that is empty or new.")
-        make_folder(out)
+        make_folder(out, "--out")
         _write(path, json.dumps(plan, indent=1))
     with open(path, "rb") as handle:
         for attempt in range(PATIENCE * 10 + 1):  # the workers of a run that was killed hold it for half a second more
@@ -188,18 +189,6 @@ def _start(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[None]:
         if path.exists():
             (out / "parts").mkdir(exist_ok=True)
         yield
-
-
-def make_folder(out: pathlib.Path) -> None:
-    """Makes the folder of --out.
-
-    Raises:
-      DeclarationError: it cannot be made.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DeclarationError(f"--out={out}: no folder can be made there: {error.strerror or error}.") from None
 
 
 def _write(path: pathlib.Path, text: str) -> None:
@@ -402,7 +391,7 @@ def train_bpe(config: DataConfig, vocab_size: int, out: pathlib.Path) -> int:
         raise DeclarationError(
             f"config.data.train = {config.train!r} has no text ({counts.skipped} bad records skipped); name files that have some."
         )
-    make_folder(out)
+    make_folder(out, "--out")
     model.train_from_iterator(itertools.chain([first], texts), trainer)
     model.save(str(out / "tokenizer.json"))
     return model.get_vocab_size()

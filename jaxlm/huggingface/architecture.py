@@ -27,8 +27,8 @@ def model_values(config: Mapping[str, Any]) -> dict[str, Any]:
       DeclarationError: it is of no known family, lacks something, or has something that this family is not known with.
     """
     family = family_of(config)
-    if config.get("quantization_config"):
-        raise DeclarationError("config.json has a quantization_config: quantised weights are not read; give the original model.")
+    if packed := next((key for key in ("quantization_config", "compression_config") if config.get(key)), None):
+        raise DeclarationError(f"config.json has a {packed}: quantised weights are not read; give the original model.")
     for key, values in family.expected.items():
         if key in config and config[key] not in values:
             raise DeclarationError(

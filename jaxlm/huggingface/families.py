@@ -101,6 +101,8 @@ def _sliding(config: dict[str, Any], pattern: Callable[[int], bool]) -> tuple[in
     unknown = set(types) - {"sliding_attention", "full_attention"}
     if unknown:
         raise DeclarationError(f"config.json has layer_types {sorted(unknown)}; known: sliding_attention, full_attention.")
+    if window is None and "sliding_attention" in types:
+        raise DeclarationError("config.json has layers of sliding attention, and no sliding_window.")
     return _shortest(tuple(window if kind == "sliding_attention" else None for kind in types))
 
 
@@ -134,10 +136,8 @@ def _write_mistral(model):
 
 
 def _qwen(config):
-    windows = (None,)
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
-        windows = _sliding(config, lambda i: i >= config["max_window_layers"])
-    return {**_gated(config), **read_rope(config), "window_pattern": windows}
+    first = config["max_window_layers"] if config.get("use_sliding_window") else config["num_hidden_layers"]
+    return {**_gated(config), **read_rope(config), "window_pattern": _sliding(config, lambda i: i >= first)}
 
 
 def _write_qwen(model):

@@ -5,6 +5,7 @@ numbers (https://github.com/huggingface/safetensors). A model in several files h
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import mmap
@@ -117,6 +118,10 @@ class Tensors:
             ) from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, struct.error, MemoryError) as error:
             raise DeclarationError(f"{place} is no safetensors file: {error}.") from None
+        lying = sorted(out, key=lambda name: (out[name].start, out[name].end))
+        for one, other in itertools.pairwise(lying):
+            if out[one].end > out[other].start:
+                raise DeclarationError(f"{place} is no safetensors file: {one} and {other} lie in the same bytes.")
         for name in out:
             if out[name].end > size:
                 raise DeclarationError(f"{place} is cut short: {name} ends at byte {out[name].end:,}, and the file has {size:,}.")

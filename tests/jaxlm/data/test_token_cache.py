@@ -161,7 +161,7 @@ def test_what_lies_in_the_way_is_not_overwritten(tmp_path, corpus):
     for words in ([], ["--train"]):
         arguments = [f"--config.data.train={corpus[0]}", f"--out={corpus[1]}", *words]
         assert run(tokenize.main, tokenize.arguments(), arguments) == 2
-    assert "no folder can be made there" in make(tmp_path / "mine" / "notes.md" / "x", *corpus, status=2)
+    assert "cannot be made: Not a directory" in make(tmp_path / "mine" / "notes.md" / "x", *corpus, status=2)
     (tmp_path / "empty.txt").write_text("")
     arguments = ["--train", f"--config.data.train={tmp_path / 'empty.txt'}", f"--out={tmp_path / 'no'}"]
     assert run(tokenize.main, tokenize.arguments(), arguments) == 2

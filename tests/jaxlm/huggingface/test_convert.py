@@ -27,7 +27,7 @@ def tensors(folder):
 def test_what_goes_in_comes_out_bit_for_bit(name, tmp_path):
     source = shutil.copytree(FOLDERS / name, tmp_path / "source")
     (source / "reference.safetensors").unlink()
-    for file in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja"):
+    for file in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "LICENSE"):
         (source / file).write_text(f"{{\"of\": \"{file}\"}}")
     axes = ["--config.mesh.fsdp=4", "--config.mesh.tensor=2"] if name in ("gemma2", "gemma3") else []
     run("from-hf", source, tmp_path / "run", *axes, *(["--config.sharding.pad=vocab"] if axes else []))
@@ -38,7 +38,7 @@ def test_what_goes_in_comes_out_bit_for_bit(name, tmp_path):
         assert ours[key].dtype == x.dtype and np.array_equal(ours[key], x), key
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == theirs.keys()       # the library reads it, too
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
-    for file in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja"):
+    for file in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "LICENSE"):
         assert (tmp_path / "out" / file).read_text() == (source / file).read_text()
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["data"]["tokenizer"] == str(tmp_path / "run" / "huggingface")
@@ -72,6 +72,7 @@ def test_a_run_that_came_from_a_folder_goes_out_as_it_came(tmp_path):
         run("to-hf", tmp_path / "run", tmp_path / kind)
         assert json.loads((tmp_path / kind / "config.json").read_text())["model_type"] == kind
         assert (tmp_path / kind / "tokenizer.json").exists() == (kind == "phi3")
+    assert json.loads((tmp_path / "mistral" / "config.json").read_text())["eos_token_id"] == 256, "the tokenizer's own"
     assert json.loads((tmp_path / "phi3" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
@@ -90,6 +91,20 @@ def test_a_dtype_that_would_be_lost_is_refused(tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
+def test_numbers_that_float16_does_not_hold_are_refused(tmp_path, capsys):
+    source = shutil.copytree(FOLDERS / "mistral", tmp_path / "source")
+    original = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    original[name] = original[name].astype(np.float32)
+    original[name][0, 0] = 1e6
+    save_file(original, source / "model.safetensors", {"format": "pt"})
+    run("from-hf", source, tmp_path / "half", "--dtype=float16", status=2)
+    assert "float16 does not hold" in capsys.readouterr().err and not (tmp_path / "half" / "checkpoints").exists()
+    run("from-hf", source, tmp_path / "run")
+    run("to-hf", tmp_path / "run", tmp_path / "out", "--dtype=float16", status=2)
+    assert f"{name} has numbers that float16 does not hold" in capsys.readouterr().err
+
+
 def test_mistakes_are_told(tmp_path, capsys):
     run("from-hf", FOLDERS / "llama", tmp_path / "run")
     for words, message in (
@@ -98,6 +113,8 @@ def test_mistakes_are_told(tmp_path, capsys):
             (("to-hf", tmp_path / "run", FOLDERS), "is there already"),
             (("to-hf", tmp_path / "run", tmp_path / "out", "--family=gpt3"), "did you mean 'gpt2'"),
             (("to-hf", tmp_path / "run", tmp_path / "out", "--family=gemma2"), "a model of the family gemma2 cannot be"),
+            (("from-hf", FOLDERS / "llama", tmp_path / "run" / "config.json" / "x"), "cannot be made"),
+            (("to-hf", tmp_path / "run", tmp_path / "run" / "config.json" / "x"), "cannot be made"),
             (("to-hf", FOLDERS / "llama", tmp_path / "out"), "is a Hugging Face folder, and no run directory")):
         run(*words, status=2)
         assert message in capsys.readouterr().err

@@ -139,7 +139,9 @@ def test_files_that_are_missing_cut_short_or_something_else_are_named(tmp_path):
     files[1].write_bytes(b"no header")
     with pytest.raises(DeclarationError, match="is no safetensors file"):
         Tensors(folder)
-    for header in (b"[]", b'{"x": {}}', b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'):
+    for header in (b"[]", b'{"x": {}}', b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
+                   b'{"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "y": {"dtype": "U8", "shape": [4], '
+                   b'"data_offsets": [2, 6]}}' + bytes(8)):
         files[1].write_bytes(struct.pack("<Q", len(header)) + header)
         with pytest.raises(DeclarationError, match="is no safetensors file"):
             Tensors(folder)
