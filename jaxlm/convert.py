@@ -122,8 +122,7 @@ def to_hf(flags: argparse.Namespace) -> int:
             def put(layer, block=block, index=index, member=member, stacked=stacked, names=names, bound=bound):
                 own, rest = (block[layer - index[0].start], index[1:]) if stacked else (block, index)
                 name = names[layer or 0]
-                with np.errstate(over="ignore"):  # it is looked for below
-                    write_from(own, bound, member, writer.array(name), rest)
+                write_from(own, bound, member, writer.array(name), rest)
                 if narrower and not np.isfinite(writer.array(name)).all():
                     raise DeclarationError(TOO_LARGE.format(name) + f" What was written to {out} is not whole; remove it.")
                 writer.release(name)

@@ -154,7 +154,8 @@ def copy_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     for target, source in pairs:
         flat = _as_matrices(target, source)
         if flat is None:
-            np.copyto(target, source, casting="unsafe")
+            with np.errstate(over="ignore"):   # whoever asked for a narrower dtype looks for infinities
+                np.copyto(target, source, casting="unsafe")
             continue
         target, source = flat
         if target.strides[1] != target.itemsize:  # so that it is the target whose rows are contiguous
