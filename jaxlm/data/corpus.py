@@ -27,8 +27,11 @@ from jaxlm.data.sources import read_files
 from jaxlm.data.streams import Stream, joined, with_documents
 from jaxlm.data.token_cache import open_cache
 from jaxlm.data.token_files import read_bin
-from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.data.tokenizer import REPLACEMENT, Tokenizer
 from partitioning.declaration import DeclarationError
+
+
+DECODED, CONTEXT = 1 << 20, 8  # tokens that are decoded together, and those before them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,8 +249,23 @@ def _bytes_before(stream: Stream, cut: int, encoder: Encoder) -> int | None:
     i = int(np.searchsorted(stream.ends, cut, side="right"))
     begin = int(stream.ends[i - 1]) if i else 0
     before = int(stream.byte_ends[i - 1]) if i else 0
-    rest = encoder.tokenizer.decode(stream.read(begin, cut).tolist()).encode()
-    return min(before + len(rest), int(stream.byte_ends[i]) if i < len(stream.byte_ends) else before)
+    rest = _bytes_of(stream, begin, cut, encoder.tokenizer)
+    return min(before + rest, int(stream.byte_ends[i]) if i < len(stream.byte_ends) else before)
+
+
+def _bytes_of(stream: Stream, begin: int, end: int, tokenizer: Tokenizer) -> int:
+    """The bytes of text of the tokens [begin, end), which may be many: a piece at a time, each decoded behind the last tokens of
+    the one before, since a decoder may treat the first one differently. No piece ends inside a character."""
+    total, before = 0, []
+    while begin < end:
+        ids = stream.read(begin, min(begin + DECODED, end)).tolist()
+        for _ in range(CONTEXT):
+            if begin + len(ids) >= end or not tokenizer.decode(ids[-CONTEXT:]).endswith(REPLACEMENT):
+                break
+            ids += stream.read(begin + len(ids), begin + len(ids) + 1).tolist()
+        total += len(tokenizer.decode(before + ids).encode()) - len(tokenizer.decode(before).encode())
+        begin, before = begin + len(ids), ids[-CONTEXT:]
+    return total
 
 
 def _open_text(

@@ -18,6 +18,7 @@ import pytest
 from jaxlm import tokenize
 from jaxlm.commandline import run
 from jaxlm.config import DataConfig
+from jaxlm.data import corpus as corpus_module
 from jaxlm.data import open_data, token_cache, tokenizing
 from partitioning.declaration import DeclarationError
 from tests.system.commands import environment
@@ -76,6 +77,23 @@ def test_the_end_of_a_cache_is_held_out_with_its_bytes_counted(tmp_path, corpus)
     assert data.eval.bytes == data.eval.targets - ends, "a byte a token, but for the end tokens"
     assert data.train.bytes + data.eval.bytes == sum(len(json.loads(line)["text"].encode()) for line in
                                                      corpus[0].read_text("utf-8").split("\n\n") if line) + 31
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "byte_level"])
+def test_the_bytes_of_a_document_that_is_cut_are_counted_in_pieces(tmp_path, monkeypatch, build, tokenizer):
+    """Pieces that end inside characters, and characters of several tokens, count as the whole does."""
+    if tokenizer != "bytes":
+        tokenizer = build(tmp_path / "tokenizer.json")
+    text = tmp_path / "a.txt"
+    text.write_text("naïve café 🙂🙂 \ufffd ü" * 40, "utf-8")
+    make(tmp_path / "cache", text, tokenizer=tokenizer)
+    counted = []
+    for size in (1 << 20, 7, 5, 1):
+        monkeypatch.setattr(corpus_module, "DECODED", size)
+        config = DataConfig(train=(str(tmp_path / "cache"),), tokenizer=tokenizer, sequence_length=16, eval_fraction=0.3)
+        data = open_data(config, 300)
+        counted.append((data.train.bytes, data.eval.bytes))
+    assert len(set(counted)) == 1 and sum(counted[0]) == text.stat().st_size
 
 
 def test_one_document_has_no_end_token_and_chats_keep_their_targets(tmp_path, corpus):
