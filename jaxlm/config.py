@@ -286,7 +286,12 @@ class DistributedConfig:
 class KernelsConfig:
     """Which implementation serves each operation."""
 
-    attention: str = leaf("auto", "attention backend", choices=("auto", "reference"))
+    attention: str = leaf(
+        "auto", "attention backend", choices=("auto", "pallas", "jax_triton", "cudnn", "chunked", "reference"))
+    cross_entropy: str = leaf(
+        "auto", "how the loss is computed: from the logits of some tokens at a time (chunked) or of all (reference)",
+        choices=("auto", "chunked", "reference"))
+    interpret: bool = leaf(False, "run kernels of our own interpreted, slowly, on any machine (for tests)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,6 +140,8 @@ def build_job(config: Config, num_devices: int, machine: Machine | None = None) 
         gradient_dtype=config.precision.gradients,
         remat=config.train.remat,
         attention_backend=config.kernels.attention,
+        cross_entropy_form=config.kernels.cross_entropy,
+        interpret=config.kernels.interpret,
     )
     model = build()
     if config.sharding.pad:

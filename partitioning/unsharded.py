@@ -4,10 +4,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 
 class Unsharded:
     """Takes the place of a bound Layout where there is no mesh."""
+
+    mesh = None
+
+    def activation(self, dims: tuple[str | None, ...]) -> PartitionSpec:
+        """Of an activation that lies on one device."""
+        del dims
+        return PartitionSpec()
 
     def constrain(self, x: jax.Array, dims: tuple[str | None, ...]) -> jax.Array:
         """`x` itself."""

@@ -25,11 +25,15 @@ from jaxlm.models.dropout import Dropout
 from jaxlm.models.transformer import NO_WINDOW, STREAM, WHOLE, Shared, Transformer, enter
 from kernels.attention import UnsupportedError, check_name
 from kernels.cross_entropy import cross_entropy
+from kernels.linear_cross_entropy import is_worthwhile, linear_cross_entropy
 from kernels.matmul import add_bias
 from partitioning import paths
 from partitioning.array import ArraySpec
 from partitioning.declaration import DeclarationError
 from partitioning.unsharded import UNSHARDED
+
+LOGITS = ("batch", "length", "vocab")
+
 
 class Sums(NamedTuple):
     """Float32 sums over target tokens, never means: add them up over microbatches and devices, then divide by `targets`.
@@ -43,7 +47,7 @@ class Sums(NamedTuple):
 
 def build_model(config: ModelConfig, *, param_dtype: Any = "float32", compute_dtype: Any = "float32",
                 gradient_dtype: Any = "float32", remat: tuple[str, ...] = ("dots",),
-                attention_backend: str = "auto",
+                attention_backend: str = "auto", cross_entropy_form: str = "auto", interpret: bool = False,
                 padding: Mapping[str, int] = types.MappingProxyType({})) -> "LanguageModel":
     """The model of a configuration. Needs no device and no memory.
 
@@ -63,7 +67,8 @@ def build_model(config: ModelConfig, *, param_dtype: Any = "float32", compute_dt
     declared = parameters.declarations(module)
     graphs = {part: nnx.split(getattr(module, part))[0] for part in dict.fromkeys(path.split("/")[0] for path in declared)}
     return LanguageModel(config, parameters.specs(declared, param_dtype, config.num_layers, padding), jnp.dtype(compute_dtype),
-                         jnp.dtype(gradient_dtype), tuple(remat), attention_backend, dict(padding), declared, graphs)
+                         jnp.dtype(gradient_dtype), tuple(remat), attention_backend, cross_entropy_form, interpret, dict(padding),
+                         declared, graphs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +84,8 @@ class LanguageModel:
     gradient_dtype: Any
     remat: tuple[str, ...]
     attention_backend: str
+    cross_entropy_form: str
+    interpret: bool
     _padding: dict[str, int]
     _declared: dict[str, nnx.Param]
     _graphs: dict[str, nnx.GraphDef]
@@ -155,7 +162,16 @@ class LanguageModel:
 
     def sums(self, params: Mapping, x_BLD: jax.Array, batch: Mapping[str, jax.Array], *, z_loss: float, shard: Any) -> Sums:
         """What `loss` returns, from the stream after the last block. Reads all parameters but `layers`."""
-        loss_BL, log_z_BL = cross_entropy(self._head(params, x_BLD, shard), batch["targets"], self.config.vocab_size)
+        part, x_BLD = self._last(params, x_BLD, shard)
+        spec = shard.activation(LOGITS)
+        V = self._padding.get("vocab", self.config.vocab_size)
+        worthwhile = is_worthwhile(batch["targets"].size, V, shard.mesh, spec)
+        if self.cross_entropy_form == "chunked" or self.cross_entropy_form == "auto" and worthwhile:
+            loss, penalty = linear_cross_entropy(
+                x_BLD, part.matrix, batch["targets"], batch["mask"], tied=self.config.tie_embeddings, size=self.config.vocab_size,
+                softcap=self.config.logit_softcap, z_loss=z_loss, mesh=shard.mesh, spec=spec)
+            return Sums(loss, penalty, jnp.sum(batch["mask"], dtype=jnp.float32))
+        loss_BL, log_z_BL = cross_entropy(self._logits(part, x_BLD, shard), batch["targets"], self.config.vocab_size)
 
         def total(x_BL):
             return jnp.sum(jnp.where(batch["mask"], x_BL, 0.0), dtype=jnp.float32)
@@ -226,14 +242,20 @@ class LanguageModel:
             if c.rope_local_theta is not None:
                 local_rotation = rope.angles(positions, rope.frequencies(c.rotated_width, c.rope_local_theta))
         return Shared(shard, rotation, segment_ids_BL, masks, 0 if cache is None else cache["length"], self.attention_backend,
-                      local_rotation)
+                      self.interpret, local_rotation)
 
     def _head(self, params, x_BLD, shard):
-        c = self.config
+        return self._logits(*self._last(params, x_BLD, shard), shard)
+
+    def _last(self, params, x_BLD, shard):
+        """The part with the output matrix, and what it is given."""
         x_BLD = enter(self._part("final_norm", params, shard)(x_BLD), shard)
         # A tied table is used anew: each use's gradient is then scattered by itself, instead of being held whole for the other.
-        logits_BLV = self._part("embed" if c.tie_embeddings else "lm_head", params, shard).logits(x_BLD)
-        logits_BLV = shard.constrain(logits_BLV, ("batch", "length", "vocab"))
+        return self._part("embed" if self.config.tie_embeddings else "lm_head", params, shard), x_BLD
+
+    def _logits(self, part, x_BLD, shard):
+        c = self.config
+        logits_BLV = shard.constrain(part.logits(x_BLD), LOGITS)
         if c.logit_softcap is not None:
             logits_BLV = c.logit_softcap * jnp.tanh(logits_BLV / c.logit_softcap)
         return logits_BLV

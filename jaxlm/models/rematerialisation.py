@@ -2,7 +2,8 @@
 
   none   everything is kept, but for copies of weights, gathered or cast; nothing else is recomputed.
   full   only the block's input is kept.
-  dots   the outputs of the matmuls with weights are kept; attention scores, norms and activations are recomputed.
+  dots   the outputs of the matmuls with weights are kept, and those of attention where a kernel computes it; attention scores,
+         norms and activations are recomputed.
   names  of activations: only those are kept. A block names the points in NAMES.
 
 ('dots', the default, is often the fastest too: what it recomputes is cheaper than to write and read back.)
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from kernels.attention import SAVED
 from partitioning.declaration import DeclarationError, nearest
 
 NAMES = {
@@ -62,9 +64,10 @@ def apply(block: Callable, policy: tuple[str, ...], *, looped: bool, copied: Col
     elif policy == ("full",):
         kept = policies.nothing_saveable
     elif policy == ("dots",):
-        kept = policies.dots_with_no_batch_dims_saveable
+        kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable,
+                                                policies.save_only_these_names(*SAVED))
     else:
-        kept = policies.save_only_these_names(*policy)
+        kept = policies.save_only_these_names(*policy, *(SAVED if "attention" in policy else ()))
     return jax.checkpoint(block, policy=kept, prevent_cse=not looped)
 
 

@@ -28,8 +28,10 @@ from jaxlm.models.dropout import Dropout
 from jaxlm.models.padding import without_padding
 from jaxlm.models.parameters import Normal, declare
 from jaxlm.models.rematerialisation import name
-from kernels.attention import attention
+from kernels.attention import UnsupportedError, attention
 from kernels.matmul import add_bias, einsum
+from kernels.placement import Placement
+from partitioning.declaration import DeclarationError
 
 ACTIVATIONS = {
     "swiglu": jax.nn.silu,                     # Shazeer 2020, arXiv:2002.05202
@@ -54,12 +56,13 @@ class Shared:
     """What every block of one forward pass is given besides the residual stream.
 
     Attributes:
-      shard: has `constrain(x, dims)`.
+      shard: has `constrain(x, dims)`, and `mesh` and `activation(dims)` for kernels, which run on each device's block.
       rotation: cosine and sine of `rope.angles`, or None.
       segment_ids_BL: int32, ids below 1 are padding; or None.
       dropout: the step's masks.
       query_offset: tokens before these in the cache, int32 [B]; 0 without a cache.
       backend: of attention.
+      interpret: whether kernels run interpreted.
       local_rotation: as `rotation`, for layers that have a window, where theirs is another.
     """
     shard: Any
@@ -68,6 +71,7 @@ class Shared:
     dropout: Dropout = Dropout()
     query_offset: Any = 0
     backend: str = "auto"
+    interpret: bool = False
     local_rotation: tuple[jax.Array, jax.Array] | None = None
 
     def in_layer(self, window) -> "Shared":
@@ -141,6 +145,11 @@ class Embedding(nnx.Module):
         """The first `length` rows."""
         return self.embedding[...][:length]
 
+    @property
+    def matrix(self) -> jax.Array:
+        """What `logits` multiplies with, [V, D]."""
+        return self.embedding[...]
+
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Tied output: float32 products with every row."""
         return einsum("bld,vd->blv", x_BLD, self.embedding[...], jnp.float32)
@@ -152,6 +161,11 @@ class Head(nnx.Module):
     def __init__(self, config: ModelConfig):
         shape = (config.embed_dim, config.vocab_size)
         self.kernel = declare(shape, ("embed", "vocab"), Normal(std=config.embed_dim ** -0.5))
+
+    @property
+    def matrix(self) -> jax.Array:
+        """What `logits` multiplies with, [D, V]."""
+        return self.kernel[...]
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Float32 [B, L, V]."""
@@ -193,9 +207,13 @@ class Attention(nnx.Module):
             cache = {"key": constrain(_write(cache["key"], k_BLGK, shared.query_offset), kv_heads),
                      "value": constrain(_write(cache["value"], v_BLGK, shared.query_offset), kv_heads)}
             k_BLGK, v_BLGK = cache["key"], cache["value"]
-        out_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, causal=True, window=window, query_offset=shared.query_offset,
-                             q_segment_ids_BT=shared.segment_ids_BL, k_segment_ids_BS=shared.segment_ids_BL,
-                             softcap=self.softcap, scale=self.scale, backend=shared.backend)
+        try:
+            out_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, causal=True, window=window, query_offset=shared.query_offset,
+                                 q_segment_ids_BT=shared.segment_ids_BL, k_segment_ids_BS=shared.segment_ids_BL,
+                                 softcap=self.softcap, scale=self.scale, backend=shared.backend, interpret=shared.interpret,
+                                 placement=Placement(shared.shard.mesh, *map(shared.shard.activation, (heads, kv_heads))))
+        except UnsupportedError as error:
+            raise DeclarationError(f"config.kernels.attention: {error}") from None
         out_BLHK = without_padding(constrain(out_BLHK, heads), 2, self.num_heads)
         return name(self.output(name(out_BLHK, "attention")), "attention_out"), cache
 

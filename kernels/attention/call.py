@@ -1,51 +1,87 @@
 """What can be known of a call of `attention` before it runs: the facts on which a backend says yes or no."""
 
 import dataclasses
+import math
 
 import jax
+
+from kernels.attention.mask import Mask
+from kernels.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static facts. `window` is None, an int, or 'traced'; `decoding` means that queries may start past the first key."""
+    """The static facts, sizes being those that one device has.
+
+    Attributes:
+      window: None, an int, or 'traced'.
+      decoding: queries may start past the first key, or do not end at the last.
+      leaves_out: some query may see no key, or some key be seen by no query.
+      with_lse: the log-sum-exp is wanted as well.
+      platform, chip: of the devices, 'gpu' and 'NVIDIA H200'.
+      refusal: why no kernel can run on each device's block, if so.
+      interpret: kernels of our own run interpreted.
+    """
     batch: int
     query_length: int
     key_length: int
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     dtype: str
     causal: bool
     window: int | str | None
     decoding: bool
     segments: bool
     softcap: float | None
+    scale: float
+    leaves_out: bool
+    with_lse: bool
+    platform: str
+    chip: str
+    refusal: str | None
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads to one key head."""
+        return self.heads // self.kv_heads
 
 
-def describe(q_BTHK, k_BSGK, v_BSGK, causal, window, query_offset, q_segment_ids_BT, k_segment_ids_BS, softcap) -> Call:
+def describe(q_BTHK, k_BSGK, v_BSGV, mask: Mask, *, softcap: float | None, scale: float | None, with_lse: bool,
+             placement: Placement, interpret: bool) -> Call:
     """The Call with these arguments.
 
     Raises:
       ValueError: they do not fit each other.
     """
     (B, T, H, K), (_, S, G, _) = q_BTHK.shape, k_BSGK.shape
-    if k_BSGK.shape != (B, S, G, K) or v_BSGK.shape != k_BSGK.shape or H % G:
-        raise ValueError(f"query {q_BTHK.shape}, key {k_BSGK.shape} and value {v_BSGK.shape} do not fit; expected "
-                         "[B, T, H, K] and twice [B, S, G, K] with G a divisor of H.")
-    if not q_BTHK.dtype == k_BSGK.dtype == v_BSGK.dtype:
-        raise ValueError(f"query, key and value have dtypes {q_BTHK.dtype}, {k_BSGK.dtype}, {v_BSGK.dtype}; expected one dtype.")
-    if (q_segment_ids_BT is None) != (k_segment_ids_BS is None):
+    if k_BSGK.shape != (B, S, G, K) or v_BSGV.shape[:3] != (B, S, G) or H % G:
+        raise ValueError(f"query {q_BTHK.shape}, key {k_BSGK.shape} and value {v_BSGV.shape} do not fit; expected "
+                         "[B, T, H, K], [B, S, G, K] and [B, S, G, V] with G a divisor of H.")
+    if not q_BTHK.dtype == k_BSGK.dtype == v_BSGV.dtype:
+        raise ValueError(f"query, key and value have dtypes {q_BTHK.dtype}, {k_BSGK.dtype}, {v_BSGV.dtype}; expected one dtype.")
+    q_ids, k_ids, window, offset = mask.q_segment_ids_BT, mask.k_segment_ids_BS, mask.window, mask.query_offset
+    if (q_ids is None) != (k_ids is None):
         raise ValueError("segment ids were given for queries or keys alone; give both or neither.")
-    if q_segment_ids_BT is not None and (q_segment_ids_BT.shape != (B, T) or k_segment_ids_BS.shape != (B, S)):
-        raise ValueError(f"segment ids have shapes {q_segment_ids_BT.shape} and {k_segment_ids_BS.shape}; expected "
-                         f"{(B, T)} and {(B, S)}.")
-    if window is not None and not causal:
+    if q_ids is not None and (q_ids.shape != (B, T) or k_ids.shape != (B, S)):
+        raise ValueError(f"segment ids have shapes {q_ids.shape} and {k_ids.shape}; expected {(B, T)} and {(B, S)}.")
+    if window is not None and not mask.causal:
         raise ValueError("a window looks back from each query: it needs causal=True.")
     if isinstance(window, int) and window < 1:
         raise ValueError(f"window = {window}; expected at least 1 (the query itself).")
-    if isinstance(query_offset, int) and query_offset < 0:
-        raise ValueError(f"query_offset = {query_offset}; expected 0 or more.")
-    traced = isinstance(window, jax.Array)
-    return Call(B, T, S, H, G, K, str(q_BTHK.dtype), causal, "traced" if traced else window,
-                isinstance(query_offset, jax.Array) or query_offset != 0 or (causal and S != T),
-                q_segment_ids_BT is not None, softcap)
+    if isinstance(offset, int) and offset < 0:
+        raise ValueError(f"query_offset = {offset}; expected 0 or more.")
+    refusal = placement.refusal()
+    if refusal is None and placement.mesh is not None:
+        parts, heads = placement.parts("query", 0), placement.parts("query", 2)
+        if B % parts or H % heads or G % heads:
+            refusal = f"a batch of {B}, {H} heads and {G} key heads cannot be split into {parts}, {heads} and {heads} parts"
+        else:
+            B, H, G = B // parts, H // heads, G // heads
+    platform, chip = placement.device()
+    return Call(B, T, S, H, G, K, v_BSGV.shape[3], str(q_BTHK.dtype), mask.causal,
+                "traced" if isinstance(window, jax.Array) else window,
+                isinstance(offset, jax.Array) or offset != 0 or (mask.causal and S != T), mask.segments, softcap,
+                1 / math.sqrt(K) if scale is None else scale, mask.leaves_out(T, S), with_lse, platform, chip, refusal, interpret)

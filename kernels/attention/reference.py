@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels.attention.call import Call
+from kernels.attention.mask import Mask
 from kernels.matmul import einsum
 
+PER_DEVICE = False                             # the compiler partitions it
 NUM_BLOCKS = 4
 MIN_BLOCK = 64                                 # shorter blocks cost more to compile than they save
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)   # finite: a row of -inf would give NaN
@@ -24,26 +26,31 @@ def is_supported(call: Call) -> str | None:
     return None
 
 
-def attention(q_BTHK, k_BSGK, v_BSGK, *, causal, window, query_offset, q_segment_ids_BT, k_segment_ids_BS, softcap, scale):
-    """See `kernels.attention.attention`."""
+def not_by_itself(call: Call) -> str | None:
+    """The last resort is always a choice."""
+    return None
+
+
+def attention(q_BTHK, k_BSGK, v_BSGV, mask: Mask, call: Call):
+    """Output and log-sum-exp (None unless the call wants it); see `kernels.attention.attention`."""
     (B, T, H, K), (S, G) = q_BTHK.shape, k_BSGK.shape[1:3]
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
-    outputs = []
-    for start, stop, first, last in visible_blocks(T, S, causal, window, query_offset):
-        scores_BGTRS = scale * einsum("btgrk,bsgk->bgtrs", q_BTGRK[:, start:stop], k_BSGK[:, first:last], jnp.float32)
-        if softcap is not None:
-            scores_BGTRS = softcap * jnp.tanh(scores_BGTRS / softcap)
-        seen = _seen(jnp.arange(start, stop), jnp.arange(first, last), causal, window, query_offset)
-        if q_segment_ids_BT is not None:
-            q_ids, k_ids = q_segment_ids_BT[:, start:stop, None], k_segment_ids_BS[:, None, first:last]
-            seen = seen & (q_ids == k_ids) & (q_ids > 0)
-        seen_BGTRS = seen[:, None, :, None]
-        weights_BGTRS = jax.nn.softmax(jnp.where(seen_BGTRS, scores_BGTRS, HIDDEN), axis=-1)
-        if q_segment_ids_BT is not None:       # only then can a query see nothing at all
+    outputs, sums = [], []
+    for start, stop, first, last in visible_blocks(T, S, mask.causal, mask.window, mask.query_offset):
+        scores_BGTRS = call.scale * einsum("btgrk,bsgk->bgtrs", q_BTGRK[:, start:stop], k_BSGK[:, first:last], jnp.float32)
+        if call.softcap is not None:
+            scores_BGTRS = call.softcap * jnp.tanh(scores_BGTRS / call.softcap)
+        seen_BGTRS = mask.seen(start, stop, first, last)[:, None, :, None]
+        scores_BGTRS = jnp.where(seen_BGTRS, scores_BGTRS, HIDDEN)
+        weights_BGTRS = jax.nn.softmax(scores_BGTRS, axis=-1)
+        if call.leaves_out:                    # only then can a query see nothing at all
             weights_BGTRS = jnp.where(seen_BGTRS, weights_BGTRS, 0.0)
-        outputs.append(jnp.einsum("bgtrs,bsgk->btgrk", weights_BGTRS.astype(v_BSGK.dtype), v_BSGK[:, first:last]))
-    out_BTGRK = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
-    return out_BTGRK.reshape(B, T, H, K)
+        outputs.append(jnp.einsum("bgtrs,bsgv->btgrv", weights_BGTRS.astype(v_BSGV.dtype), v_BSGV[:, first:last]))
+        if call.with_lse:
+            sums.append(jax.nn.logsumexp(scores_BGTRS, axis=-1))
+    out_BTGRV = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+    lse_BHT = jnp.moveaxis(jnp.concatenate(sums, axis=2), 2, 3).reshape(B, H, T) if call.with_lse else None
+    return out_BTGRV.reshape(B, T, H, -1), lse_BHT
 
 
 def visible_blocks(T: int, S: int, causal: bool, window, query_offset) -> list[tuple[int, int, int, int]]:
@@ -58,12 +65,3 @@ def visible_blocks(T: int, S: int, causal: bool, window, query_offset) -> list[t
         last = min(S, query_offset + stop)
         out.append((start, stop, min(first, last - 1), last))
     return out
-
-
-def _seen(queries_T, keys_S, causal, window, query_offset):
-    """Boolean [1 or B, T, S]: which keys the places alone let a query see."""
-    q_T1 = jnp.expand_dims(jnp.atleast_1d(query_offset), (1, 2)) + queries_T[None, :, None]
-    distance = q_T1 - keys_S
-    if not causal:
-        return jnp.ones_like(distance, dtype=bool)
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)

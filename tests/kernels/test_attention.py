@@ -1,4 +1,6 @@
-"""Attention: its values against plain numpy in float64, and what must never be attended to."""
+"""Attention: its values and gradients against numpy in float64, and what must never be attended to."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +8,12 @@ import numpy as np
 import pytest
 
 import kernels.attention
-from kernels.attention import BACKENDS, UnsupportedError, choose
-from kernels.attention.call import describe
+from kernels.attention import UnsupportedError, choose
 from kernels.attention.reference import visible_blocks
+from tests.kernels import oracle
 
-B, T, H, G, K = 2, 160, 4, 2, 8                # long enough for several blocks of queries
+OURS = ("reference", "chunked", "pallas")      # what runs on a CPU
+B, T, H, G, K = 2, 160, 4, 2, 16               # long enough for several blocks of queries
 
 
 @pytest.fixture
@@ -19,73 +22,122 @@ def qkv():
     return tuple(rng.standard_normal((B, T, n, K)).astype(np.float32) for n in (H, G, G))
 
 
-def attention(q, k, v, **options):
-    """Jitted, as it is used; ints stay static."""
+def attention(q, k, v, *, backend="auto", **options):
+    """Jitted, as it is used; ints stay static. Kernels run interpreted."""
     fixed = {n: x for n, x in options.items() if not isinstance(x, (jax.Array, np.ndarray))}
     moving = {n: x for n, x in options.items() if n not in fixed}
-    return jax.jit(lambda q, k, v, moving: kernels.attention.attention(q, k, v, **fixed, **moving))(q, k, v, moving)
+    call = functools.partial(kernels.attention.attention, backend=backend, interpret=backend == "pallas", **fixed)
+    return jax.jit(lambda q, k, v, moving: call(q, k, v, **moving))(q, k, v, moving)
 
 
-def expected(q, k, v, seen, softcap=None):
-    """Float64, one query at a time; `seen` is boolean [B, T, S]."""
-    out = np.zeros(q.shape)
-    for b in range(q.shape[0]):
-        for t in range(q.shape[1]):
-            keys = np.flatnonzero(seen[b, t])
-            for h in range(H):
-                if not keys.size:
-                    continue
-                g = h // (H // G)
-                scores = k[b, keys, g].astype(np.float64) @ q[b, t, h] / np.sqrt(K)
-                if softcap:
-                    scores = softcap * np.tanh(scores / softcap)
-                weights = np.exp(scores - scores.max())
-                out[b, t, h] = weights / weights.sum() @ v[b, keys, g]
-    return out
+def runs(pattern, length):
+    """Segment ids [1, length] from (id, share of ten) pairs."""
+    counts = [share * length // 10 for _, share in pattern]
+    counts[-1] += length - sum(counts)
+    return np.repeat([name for name, _ in pattern], counts).astype(np.int32)[None]
 
 
-def places(window=None, T=T, S=T, offset=0):
-    distance = offset + np.arange(T)[:, None] - np.arange(S)
-    return np.broadcast_to((distance >= 0) & (distance < (window or 10 ** 9)), (B, T, S))
+PACKED = ((3, 4), (1, 3), (2, 2), (0, 1))
+SPLIT = ((1, 3), (2, 3), (1, 3), (-1, 1))      # a segment in two pieces
+CASES = {                                      # sizes T, S, H, G, K, V; options; shorthand for ids
+    "one token": ((1, 1, 4, 4, 40, 40), {}, None),
+    "causal": ((200, 200, 8, 2, 64, 64), {}, None),
+    "causal, one key head, wide values": ((65, 65, 8, 1, 80, 128), {}, None),
+    "full, short queries": ((63, 257, 4, 1, 96, 96), dict(causal=False), None),
+    "full, short keys": ((65, 63, 4, 4, 128, 40), dict(causal=False), None),
+    "packed": ((257, 257, 4, 1, 64, 64), {}, PACKED),
+    "packed, full": ((200, 200, 2, 2, 64, 64), dict(causal=False), PACKED),
+    "packed in pieces": ((200, 200, 2, 2, 40, 40), {}, SPLIT),
+    "packed, window, cap, sinks": ((200, 200, 4, 1, 64, 64), dict(window=9, softcap=2.0, sinks=True), PACKED),
+    "window": ((257, 257, 2, 2, 64, 64), dict(window=70), None),
+    "window of one": ((64, 64, 2, 2, 64, 64), dict(window=1), None),
+    "cap": ((64, 64, 8, 1, 64, 64), dict(softcap=1.5, scale=0.7), None),
+    "sinks": ((64, 64, 4, 4, 64, 64), dict(sinks=True), None),
+    "later queries": ((65, 200, 4, 1, 64, 64), dict(query_offset=135, window=90), None),
+    "queries past the keys": ((64, 40, 2, 2, 64, 64), dict(query_offset=20, window=30), None),
+    "wide": ((63, 63, 2, 1, 256, 256), {}, None),
+}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [None, 1, 7, 70])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_values_are_those_of_numpy(qkv, backend, window, softcap):
-    got = attention(*qkv, window=window, softcap=softcap, backend=backend)
-    np.testing.assert_allclose(got, expected(*qkv, places(window), softcap), atol=2e-6)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", OURS)
+def test_values_and_gradients_are_those_of_numpy_in_float64(backend, case):
+    (T, S, H, G, K, V), options, pattern = CASES[case]
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.standard_normal((1, n, h, w)).astype(np.float32)
+                      for n, h, w in ((T, H, K), (S, G, K), (S, G, V), (T, H, V)))
+    d_lse, sinks = rng.standard_normal((1, H, T)).astype(np.float32), rng.standard_normal(H).astype(np.float32)
+    options = dict(options)
+    sinks = sinks if options.pop("sinks", False) else None
+    ids = {} if pattern is None else dict(q_segment_ids_BT=runs(pattern, T), k_segment_ids_BS=runs(pattern, S))
+
+    def loss(q, k, v, sinks):
+        out, lse = kernels.attention.attention(q, k, v, sinks_H=sinks, return_lse=True, backend=backend,
+                                               interpret=backend == "pallas", **ids, **options)
+        return jnp.sum(out * d_out) + jnp.sum(jnp.where(lse > -jnp.inf, lse * d_lse, 0)), (out, lse)
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3) if sinks is not None else (0, 1, 2), has_aux=True))
+    (_, (out, lse)), gradients = step(q, k, v, sinks)
+    want = oracle.attend(q, k, v, d_out, d_lse, sinks=sinks, **ids, **options)
+    assert_close(out, want.out, 1e-5)
+    assert np.array_equal(np.isfinite(lse), np.isfinite(want.lse))
+    assert_close(np.where(np.isfinite(lse), lse, 0), np.where(np.isfinite(want.lse), want.lse, 0), 1e-5)
+    for got, wanted in zip(gradients, (want.d_q, want.d_k, want.d_v, want.d_sinks)):
+        assert_close(got, wanted, 1e-4)
+    again = step(q, k, v, sinks)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(((_, (out, lse)), gradients))))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_without_causality_every_key_is_seen(qkv, backend):
-    got = attention(*qkv, causal=False, backend=backend)
-    np.testing.assert_allclose(got, expected(*qkv, np.ones((B, T, T), bool)), atol=2e-6)
+def assert_close(got, want, tolerance):
+    error = np.abs(np.asarray(got, np.float64) - want) / np.maximum(1, np.abs(want))
+    assert got.shape == want.shape and np.max(error) <= tolerance, np.max(error)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OURS[1:])
+def test_bfloat16_loses_no_more_than_twice_what_plain_xla_loses(backend):
+    rng = np.random.default_rng(1)
+    q, k, v, d_out = (jnp.asarray(rng.standard_normal((1, 200, h, 64)), jnp.bfloat16) for h in (4, 2, 2, 4))
+    want = oracle.attend(*(np.asarray(x, np.float64) for x in (q, k, v, d_out)), np.zeros((1, 4, 200)))
+
+    def errors(backend):
+        @jax.jit
+        def step(*x):
+            out, pull = jax.vjp(lambda *x: attention(*x, backend=backend), *x)
+            return out, *pull(d_out)
+
+        results = step(q, k, v)
+        assert all(x.dtype == jnp.bfloat16 for x in results)
+        wanted = want.out, want.d_q, want.d_k, want.d_v
+        return [np.sqrt(np.mean(np.square(np.asarray(x, np.float64) - y))) for x, y in zip(results, wanted)]
+
+    assert all(ours <= 2 * plain for ours, plain in zip(errors(backend), errors("reference")))
+
+
+@pytest.mark.parametrize("backend", OURS)
 def test_a_traced_window_equals_a_static_one(qkv, backend):
     traced = jax.jit(lambda w: attention(*qkv, window=w, backend=backend))(jnp.int32(7))
     np.testing.assert_allclose(traced, attention(*qkv, window=7, backend=backend), atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [None, 5])
-def test_queries_that_start_later_equal_the_tail_of_the_whole(qkv, backend, window):
+@pytest.mark.parametrize("backend, offsets", [("reference", 3), ("chunked", 2), ("pallas", 2)])
+def test_queries_that_start_later_equal_the_tail_of_the_whole(qkv, backend, offsets):
     q, k, v = qkv
-    whole = attention(q, k, v, window=window, backend=backend)
-    for offset in (100, jnp.int32(100), jnp.full((B,), 100, jnp.int32)):
-        tail = attention(q[:, 100:], k, v, window=window, query_offset=offset, backend=backend)
+    whole = attention(q, k, v, window=5, backend=backend)
+    for offset in (jnp.int32(100), jnp.full((B,), 100, jnp.int32), 100)[:offsets]:
+        tail = attention(q[:, 100:], k, v, window=5, query_offset=offset, backend=backend)
         np.testing.assert_allclose(tail, whole[:, 100:], atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_each_row_has_its_own_offset_and_sees_nothing_behind_its_cache(qkv, backend):
-    q, k, v = qkv
-    offsets = np.array([3, 50], np.int32)
-    got = attention(q[:, :1], k, v, query_offset=jnp.asarray(offsets), backend=backend)
-    seen = np.stack([places(T=1, offset=o)[0] for o in offsets])
-    np.testing.assert_allclose(got, expected(q[:, :1], k, v, seen), atol=2e-6)
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_decoding_sees_each_rows_own_cache_and_nothing_behind_it(backend, count):
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((2, n, h, 64)).astype(np.float32) for n, h in ((count, 8), (1024, 2), (1024, 2)))
+    offsets = np.array([3, 900], np.int32)
+    got, lse = attention(q, k, v, query_offset=jnp.asarray(offsets), return_lse=True, backend=backend)
+    want = oracle.attend(q, k, v, np.zeros((2, count, 8, 64)), np.zeros((2, 8, count)), query_offset=offsets)
+    assert_close(got, want.out, 1e-5)
+    assert_close(lse, want.lse, 1e-5)
 
 
 def segments(pad):
@@ -94,23 +146,14 @@ def segments(pad):
     return ids
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("pad", [0, -1])
-def test_segments_attend_to_themselves_alone_and_padding_to_nothing(qkv, backend, pad):
-    ids = segments(pad)
-    got = attention(*qkv, q_segment_ids_BT=ids, k_segment_ids_BS=ids, backend=backend)
-    seen = places() & (ids[:, :, None] == ids[:, None]) & (ids > 0)[:, :, None]
-    np.testing.assert_allclose(got, expected(*qkv, seen), atol=2e-6)
-    assert not np.any(got[:, 130:])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("pad", [0, -1])
 @pytest.mark.parametrize("causal", [True, False])
 def test_changing_one_segment_leaves_the_bits_of_the_others(qkv, backend, pad, causal):
     ids = segments(pad)
     f = jax.jit(lambda q, k, v: attention(q, k, v, causal=causal, q_segment_ids_BT=ids, k_segment_ids_BS=ids, backend=backend))
     before = f(*qkv)
+    assert not np.any(before[ids < 1])
     for changed in ((1,), (2,), (pad,)):
         inside = np.isin(ids, changed)
         after = f(*(np.where(inside[:, :, None, None], 3 * x + 1, x) for x in qkv))
@@ -118,48 +161,71 @@ def test_changing_one_segment_leaves_the_bits_of_the_others(qkv, backend, pad, c
         assert (pad in changed) == np.array_equal(before[inside], after[inside])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_rows_that_see_nothing_are_zero_and_finite(qkv, backend):
-    ids = np.zeros((B, T), np.int32)
+@pytest.mark.parametrize("backend", OURS)
+def test_nan_in_padding_reaches_nobody_neither_forwards_nor_backwards(qkv, backend):
+    ids = segments(0)
+    d_out = np.random.default_rng(3).standard_normal((B, T, H, K)).astype(np.float32)
 
-    def total(*x):
-        return attention(*x, q_segment_ids_BT=ids, k_segment_ids_BS=ids, backend=backend).sum()
+    @jax.jit
+    def step(q, k, v, d_out):
+        out, pull = jax.vjp(lambda *x: attention(*x, q_segment_ids_BT=ids, k_segment_ids_BS=ids, backend=backend), q, k, v)
+        return out, pull(d_out)
 
-    grads = jax.jit(jax.grad(total, (0, 1, 2)))(*qkv)
-    assert all(not np.any(g) for g in grads)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_equal_those_of_the_textbook(qkv, backend):
-    def textbook(q, k, v):
-        k, v = (jnp.repeat(x, H // G, axis=2) for x in (k, v))
-        scores = jnp.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K)
-        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)
-        return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
-
-    got, want = (jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), (0, 1, 2)))(*qkv)
-                 for f in (lambda *x: attention(*x, backend=backend), textbook))
-    for a, b in zip(got, want):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    clean = step(*qkv, d_out)
+    poisoned = step(*(np.where(ids[..., None, None] < 1, np.nan, x) for x in (*qkv, d_out)))
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(poisoned)):
+        b = np.asarray(b)
+        assert np.array_equal(np.asarray(a)[ids > 0], b[ids > 0]) and not np.any(b[ids < 1])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_stays_bfloat16_forwards_and_backwards_with_a_float32_softmax(qkv, backend):
-    low = [jnp.asarray(x, jnp.bfloat16) for x in qkv]
-    out = attention(*low, backend=backend)
-    assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out.astype(jnp.float32), expected(*(np.asarray(x, np.float32) for x in low), places()), atol=0.02)
-    grads = jax.eval_shape(jax.grad(lambda *x: attention(*x, backend=backend).sum(), (0, 1, 2)), *low)
-    assert all(g.dtype == jnp.bfloat16 for g in grads)
+@pytest.mark.parametrize("backend", OURS)
+def test_nan_behind_all_queries_reaches_nobody(qkv, backend):
+    q, k, v = qkv
+    behind = (np.arange(T) >= 90)[:, None, None]
+    poisoned = attention(q[:, :60], np.where(behind, np.nan, k), np.where(behind, np.nan, v), query_offset=30, backend=backend)
+    assert np.array_equal(poisoned, attention(q[:, :60], np.where(behind, 0, k), np.where(behind, 0, v), query_offset=30,
+                                              backend=backend))
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_huge_scores_neither_overflow_nor_lose_the_maximum(qkv, backend):
+    q, k, v = qkv
+    got = attention(1e4 * q, 1e4 * k, v, backend=backend)
+    want = oracle.attend(1e4 * q, 1e4 * k, v, np.zeros(q.shape), np.zeros((B, H, T)))
+    sure = np.sort(np.where(oracle.seen(B, T, T)[:, None], np.einsum("bthk,bshk->bhts", q, np.repeat(k, 2, 2)), -9e9))[..., -2:]
+    clear = np.moveaxis(sure[..., 1] - sure[..., 0] > 1e-3, 1, 2)          # float32 products leave ties undecided
+    assert np.mean(clear) > 0.9
+    np.testing.assert_allclose(np.asarray(got)[clear], want.out[clear], atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_parts_of_the_keys_are_put_together_by_their_log_sum_exp(qkv, backend):
+    q, k, v = qkv
+    whole = attention(q, k, v, causal=False, backend=backend)
+    parts = [attention(q, k[:, part], v[:, part], causal=False, return_lse=True, backend=backend)
+             for part in (slice(0, 50), slice(50, T))]
+    shares = jax.nn.softmax(jnp.stack([lse for _, lse in parts]), axis=0)
+    together = sum(out * jnp.swapaxes(share, 1, 2)[..., None] for (out, _), share in zip(parts, shares))
+    np.testing.assert_allclose(together, whole, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", OURS[1:])
+def test_memory_grows_with_the_length_and_not_with_its_square(backend):
+    def temporary(length):
+        x = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+        step = jax.jit(jax.grad(lambda *x: attention(*x, backend=backend).sum(), (0, 1, 2)))
+        return step.lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(16384) < 2.6 * temporary(8192)
 
 
 def test_blocks_hold_all_that_is_visible_and_skip_a_third_of_the_square():
     for t, window in ((512, None), (512, 60), (65, 3), (1, None), (257, 300)):
-        seen = places(window, t, t)[0]
+        see = oracle.seen(1, t, t, window=window)[0]
         covered = np.zeros((t, t), bool)
         for start, stop, first, last in visible_blocks(t, t, True, window, 0):
             covered[start:stop, first:last] = True
-        assert not np.any(seen & ~covered)
+        assert not np.any(see & ~covered)
     assert sum((b - a) * (d - c) for a, b, c, d in visible_blocks(512, 512, True, None, 0)) == 0.625 * 512 ** 2
 
 
@@ -169,16 +235,22 @@ def test_asking_for_a_backend_that_cannot_serve_is_an_error_with_its_reason(qkv,
         def is_supported(call):
             return f"heads of width {call.head_dim} are not built"
 
-    monkeypatch.setitem(BACKENDS, "never", Never)
-    with pytest.raises(UnsupportedError, match="'never'.*heads of width 8 are not built"):
+    monkeypatch.setattr(kernels.attention, "BACKENDS", {"never": Never})
+    with pytest.raises(UnsupportedError, match="'never'.*heads of width 16 are not built"):
         attention(*qkv, backend="never")
-    monkeypatch.delitem(BACKENDS, "reference")
-    with pytest.raises(UnsupportedError, match="heads of width 8 are not built"):
-        choose.__wrapped__(describe(*qkv, True, None, 0, None, None, None), "auto")
+    monkeypatch.setattr(kernels.attention, "choose", choose.__wrapped__)
+    with pytest.raises(UnsupportedError, match="heads of width 16 are not built"):
+        attention(*qkv)
+
+
+@pytest.mark.parametrize("backend, reason", [("pallas", "not for cpu.*interpret"), ("cudnn", "not on cpu")])
+def test_a_kernel_for_gpus_is_refused_on_a_cpu(qkv, backend, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        kernels.attention.attention(*qkv, backend=backend)
 
 
 def test_an_unknown_backend_is_an_error_that_lists_those_there_are(qkv):
-    with pytest.raises(UnsupportedError, match="'flash'.*auto, reference"):
+    with pytest.raises(UnsupportedError, match="'flash'.*auto, pallas"):
         attention(*qkv, backend="flash")
 
 
