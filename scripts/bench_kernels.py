@@ -1,0 +1,214 @@
+"""Every attention backend that runs here, side by side: values checked first, then times, forwards and backwards.
+
+    python scripts/bench_kernels.py                     on a GPU: TFLOP/s at lengths 1k to 16k and widths 64, 128, 256
+    python scripts/bench_kernels.py --step              a training step with each backend of this machine, length 2,048
+    python scripts/bench_kernels.py --sweep             values and gradients over many shapes and masks (interpreted on a CPU)
+
+All backends run in turn, several rounds; figures are medians. A causal matrix counts half, recomputation does not count: forward
+4 * B * H * T * S * K / 2 operations, backward 2.5 times that.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import time
+
+import numpy as np
+
+BACKENDS = ("cudnn", "pallas", "jax_triton", "chunked", "reference")
+
+
+def make(backend, interpret=False, **options):
+    """The loss's gradient function and the forward function, jitted."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels.attention import attention
+    call = functools.partial(attention, backend=backend, interpret=interpret, **options)
+    forward = jax.jit(call)
+
+    def loss(q, k, v, d_out):
+        return jnp.sum(call(q, k, v).astype(jnp.float32) * d_out.astype(jnp.float32))
+
+    return forward, jax.jit(jax.grad(loss, (0, 1, 2)))
+
+
+def arrays(rng, batch, T, S, H, G, K, V, dtype):
+    import jax.numpy as jnp
+    return [jnp.asarray(rng.standard_normal((batch, n, h, w)), dtype) for n, h, w in ((T, H, K), (S, G, K), (S, G, V), (T, H, V))]
+
+
+def check(backend, dtype, width, rounds=2):
+    """Whether a backend's values and gradients are those of plain XLA in float32, and the same bits every time."""
+    import jax
+    import jax.numpy as jnp
+    q, k, v, d_out = arrays(np.random.default_rng(0), 1, 1000, 1000, 8, 2, width, width, dtype)
+    forward, gradient = make(backend)
+    with jax.default_matmul_precision("highest"):
+        want_forward, want_gradient = make("reference")
+        wide = [x.astype(jnp.float32) for x in (q, k, v, d_out)]
+        want = jax.device_get((want_forward(*wide[:3]), *want_gradient(*wide)))
+    results = [jax.device_get((forward(q, k, v), *gradient(q, k, v, d_out))) for _ in range(rounds)]
+    error = max(float(np.max(np.abs(a.astype(np.float32) - b) / np.maximum(1, np.abs(b)))) for a, b in zip(results[0], want))
+    same = all(np.array_equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+    return error, same
+
+
+def timed(function, given, calls):
+    import jax
+    start = time.perf_counter()
+    for _ in range(calls):
+        out = function(*given)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / calls
+
+
+def throughput(flags):
+    """TFLOP/s of each backend, forward and backward."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels.attention import UnsupportedError
+    print("device:", jax.devices()[0].device_kind, flush=True)
+    usable = []
+    for backend, width in itertools.product(flags.backends.split(","), map(int, flags.widths.split(","))):
+        try:
+            error, same = check(backend, jnp.dtype(flags.dtype), width)
+        except (UnsupportedError, NotImplementedError, RuntimeError) as reason:
+            print(f"{backend}, width {width}: {str(reason).splitlines()[0]}", flush=True)
+            continue
+        usable.append((backend, width))
+        print(f"{backend}, width {width}: largest error {error:.1e} of plain XLA in float32, "
+              f"{'the same bits twice' if same else 'NOT the same bits twice'}", flush=True)
+    rows = []
+    for length, width in itertools.product(map(int, flags.lengths.split(",")), map(int, flags.widths.split(","))):
+        heads = flags.embed // width
+        batch = max(1, flags.tokens // length)
+        given = arrays(np.random.default_rng(1), batch, length, length, heads, heads // flags.group, width, width, flags.dtype)
+        work = 4 * batch * heads * length * length * width / 2
+        functions = {}
+        for backend in (name for name, fits in usable if fits == width):
+            if backend == "reference" and length > 4096:
+                continue                       # holds a quarter of all scores
+            functions[backend] = make(backend)
+        times = {backend: ([], []) for backend in functions}
+        for backend, (forward, gradient) in functions.items():
+            jax.block_until_ready((forward(*given[:3]), gradient(*given)))
+        for _ in range(flags.rounds):
+            for backend, (forward, gradient) in functions.items():
+                times[backend][0].append(timed(forward, given[:3], flags.calls))
+                times[backend][1].append(timed(gradient, given, flags.calls))
+        for backend, (forward, both) in times.items():
+            ahead, whole = statistics.median(forward), statistics.median(both)
+            row = {"length": length, "width": width, "backend": backend, "forward": work / ahead / 1e12,
+                   "backward": 2.5 * work / max(whole - ahead, 1e-9) / 1e12}
+            rows.append(row)
+            print(f"length {length:6d}  width {width:3d}  {backend:10s}  forward {row['forward']:7.1f}  "
+                  f"backward {row['backward']:7.1f} TFLOP/s", flush=True)
+    if flags.json:
+        print(json.dumps(rows))
+
+
+def step(flags):
+    """A training step with each backend, in turn."""
+    import jax
+
+    from jaxlm.commandline import load_config
+    from jaxlm.job import build_job
+    from jaxlm.train import compile_train_step
+    keys = {"model.num_layers": 4, "model.embed_dim": 512, "model.num_heads": 8, "model.num_kv_heads": 4, "model.mlp_dim": 1408,
+            "model.max_positions": 2048, "data.sequence_length": 2048, "train.global_batch_size": 1, "optimizer.name": "adamw"}
+    programs = {}
+    for backend in ("chunked", "reference"):
+        config = load_config("shakespeare", [(key, str(value)) for key, value in (keys | {"kernels.attention": backend}).items()])
+        job = build_job(config, 1).on_devices(jax.devices()[:1])
+        rng = np.random.default_rng(0)
+        batch = {name: rng.integers(0, 200, x.shape).astype(x.dtype) for name, x in job.abstract_batch().items()}
+        batch["mask"] = np.ones_like(batch["mask"], bool)
+        compiled = compile_train_step(job)
+        programs[backend] = [compiled, job.initialise(), jax.device_put(batch, job.batch_shardings())]
+        print(f"{backend}: {compiled.memory_analysis().temp_size_in_bytes / 2**20:.0f} MiB of temporary memory", flush=True)
+    times = {backend: [] for backend in programs}
+    for _ in range(flags.rounds + 1):
+        for backend, program in programs.items():
+            start = time.perf_counter()
+            program[1], metrics = program[0](*program[1:])
+            jax.block_until_ready(metrics)
+            times[backend].append(time.perf_counter() - start)
+    ratios = [a / b for a, b in zip(times["chunked"][1:], times["reference"][1:])]
+    for backend, found in times.items():
+        print(f"{backend}: {statistics.median(found[1:]):.2f} s a step")
+    print(f"chunked against plain XLA: {statistics.median(ratios):.3f} (median of {len(ratios)} rounds, "
+          f"{min(ratios):.3f} to {max(ratios):.3f})")
+
+
+def sweep(flags):
+    """Values and gradients of a backend over the product of shapes and masks, against float64."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels.attention import attention
+    from tests.kernels import oracle
+    interpret = jax.devices()[0].platform == "cpu" and flags.backend in ("pallas", "jax_triton")
+    masks = {"causal": {}, "full": dict(causal=False), "window": dict(window=33), "cap": dict(softcap=2.0),
+             "window and cap": dict(window=33, softcap=2.0), "packed": dict(ids=True),
+             "packed, full": dict(ids=True, causal=False),
+             "packed, window": dict(ids=True, window=33), "packed, cap": dict(ids=True, softcap=2.0)}
+    lengths = [(n, n) for n in (1, 63, 64, 65, 200, 257)] + [(65, 200), (200, 63)]
+    worst, count = [0.0, 0.0], 0
+    cases = [(size, width, group, mask) for size in lengths for width in (40, 64, 80, 96, 128, 256) for group in (1, 4, 8)
+             for mask in masks]
+    for number, ((T, S), width, group, mask) in enumerate(cases):
+        if number % flags.every:
+            continue
+        rng = np.random.default_rng(number)
+        q, k, v, d_out = (np.asarray(x) for x in arrays(rng, 1, T, S, group, 1, width, width, "float32"))
+        d_lse = rng.standard_normal((1, group, T)).astype(np.float32)
+        options = dict(masks[mask])
+        if options.pop("ids", False):
+            options |= {name: np.sort(rng.integers(0, 4, (1, n))).astype(np.int32)[:, ::-1]
+                        for name, n in (("q_segment_ids_BT", T), ("k_segment_ids_BS", S))}
+            if T == S:
+                options["k_segment_ids_BS"] = options["q_segment_ids_BT"]
+
+        def loss(q, k, v):
+            out, lse = attention(q, k, v, return_lse=True, backend=flags.backend, interpret=interpret, **options)
+            return jnp.sum(out * d_out) + jnp.sum(jnp.where(lse > -jnp.inf, lse * d_lse, 0)), out
+
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+        want = oracle.attend(q, k, v, d_out, d_lse, **options)
+        for i, (got, wanted) in enumerate(((out, want.out), *zip(gradients, (want.d_q, want.d_k, want.d_v)))):
+            error = float(np.max(np.abs(got - wanted) / np.maximum(1, np.abs(wanted))))
+            worst[min(i, 1)] = max(worst[min(i, 1)], error)
+            if not error <= (1e-4 if i else 1e-5):
+                name = ("out", "dq", "dk", "dv")[i]
+                print(f"WRONG: {(T, S)}, width {width}, group {group}, {mask}: error {error:.1e} in {name}")
+        count += 1
+        jax.clear_caches()
+    print(f"{flags.backend}: {count} of {len(cases)} cases; largest error {worst[0]:.1e} forward, {worst[1]:.1e} in gradients")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--backend", default="pallas", help="of --sweep")
+    parser.add_argument("--every", type=int, default=1, help="--sweep does one case of so many")
+    parser.add_argument("--backends", default=",".join(BACKENDS))
+    parser.add_argument("--lengths", default="1024,2048,4096,8192,16384")
+    parser.add_argument("--widths", default="64,128,256")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--embed", type=int, default=2048, help="heads times width")
+    parser.add_argument("--group", type=int, default=1, help="query heads to one key head")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a call")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    (step if flags.step else sweep if flags.sweep else throughput)(flags)
+
+
+if __name__ == "__main__":
+    main()

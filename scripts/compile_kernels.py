@@ -1,0 +1,126 @@
+"""What the compiler makes of the attention kernels for a GPU that is not here: registers, spills, shared memory, wgmma.
+
+    python scripts/compile_kernels.py [--targets=a100,h200] [--widths=64,128] [--tiles=FORWARD,DQ,DKV each q.k.warps.stages]
+
+Needs the CUDA compile wheels (pip install '.[compile]') and no GPU. Prints a row for each kernel, and with --json a list.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+KERNELS = {"_forward_kernel": "forward", "_d_query_kernel": "dq", "_d_key_value_kernel": "dk, dv"}
+ARCHITECTURES = {"a100": "sm_80", "h200": "sm_90a"}
+
+
+def compiler() -> str:
+    """ptxas of the wheels, or the machine's."""
+    import importlib.util
+    for folder in getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", None) or ():
+        for path in pathlib.Path(folder).glob("*/bin/ptxas"):
+            return str(path)
+    found = shutil.which("ptxas")
+    if found is None:
+        sys.exit("ptxas is not installed: pip install -c requirements.lock -e '.[compile]'")
+    return found
+
+
+def compile_attention(target: str, width: int, form: dict) -> None:
+    """In this process: attention and its gradient, for one device of the target. XLA writes what it makes to a folder."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    from kernels.attention import attention, chips
+    from partitioning import target as find
+
+    if form["tiles"]:
+        tiles = chips.Tiles(*(chips.Tile(*map(int, one.split("."))) for one in form["tiles"].split(",")))
+        for key in chips.TABLE:
+            chips.TABLE[key] = {256: tiles}
+    chip = find(target)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=chip.description, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("one",))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    length, heads, groups = 4096, 8, form["groups"]
+    q = jax.ShapeDtypeStruct((1, length, heads, width), jnp.dtype(form["dtype"]), sharding=spec)
+    k = jax.ShapeDtypeStruct((1, length, heads // groups, width), q.dtype, sharding=spec)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=spec)
+
+    def total(q, k, v, ids):
+        given = dict(q_segment_ids_BT=ids, k_segment_ids_BS=ids) if form["segments"] else {}
+        return attention(q, k, v, causal=not form["full"], window=form["window"], softcap=form["softcap"], backend="pallas",
+                         **given).astype(jnp.float32).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jax.jit(jax.value_and_grad(total, (0, 1, 2))).lower(q, k, k, ids).compile()
+
+
+def figures(target: str, width: int, form: dict) -> list[dict]:
+    """One dict for each kernel: registers, spills (bytes), shared (bytes), wgmma (their number)."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx --xla_gpu_dump_llvmir=true"
+        code = f"import scripts.compile_kernels as c; c.compile_attention({target!r}, {width!r}, {form!r})"
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false",
+                       "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        return _read(pathlib.Path(folder), target, width)
+
+
+def _read(folder: pathlib.Path, target: str, width: int) -> list[dict]:
+    thunks = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
+    rows = {}
+    for path in sorted(folder.glob("*.ptx")):
+        text = path.read_text()
+        entry = re.search(r"\.entry (\w+)\(", text)
+        name = next((label for part, label in KERNELS.items() if entry and part.strip("_") in entry[1]), None)
+        if name is None or name in rows:
+            continue
+        out = folder / "out.cubin"
+        said = subprocess.run([compiler(), "-v", f"-arch={ARCHITECTURES[target]}", str(path), "-o", str(out)],
+                              capture_output=True, text=True)
+        if said.returncode:
+            raise RuntimeError(said.stderr[-2000:])
+        report = said.stderr[said.stderr.index(entry[1]):]
+        stores, loads = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
+        shared = re.search(rf" {re.escape(entry[1])} grid.*?shared_memory: (\d+)", thunks)
+        rows[name] = {"target": target, "width": width, "kernel": name, "registers": int(re.search(r"Used (\d+) reg", report)[1]),
+                      "spills": stores + loads, "shared": int(shared[1]),
+                      "wgmma": len(re.findall(r"wgmma\.mma_async", text)), "mma": len(re.findall(r"\bmma\.sync", text))}
+    return list(rows.values())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="a100,h200")
+    parser.add_argument("--widths", default="64,128")
+    parser.add_argument("--tiles", default="", help="of the three kernels, q.k.warps.stages each, instead of the table's")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--softcap", type=float)
+    parser.add_argument("--segments", action="store_true")
+    parser.add_argument("--full", action="store_true", help="no causal mask")
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    form = {name: getattr(flags, name) for name in ("tiles", "dtype", "groups", "window", "softcap", "segments", "full")}
+    rows = [row for target in flags.targets.split(",") for width in map(int, flags.widths.split(","))
+            for row in figures(target, width, form)]
+    if flags.json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        print(*(f"{name} {value}" for name, value in row.items()), sep="  ", flush=True)
+
+
+if __name__ == "__main__":
+    main()
