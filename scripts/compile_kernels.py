@@ -1,12 +1,14 @@
 """What the compiler makes of the attention kernels for a GPU that is not here: registers, spills, shared memory, wgmma.
 
     python scripts/compile_kernels.py [--targets=a100,h200] [--widths=64,128] [--tiles=FORWARD,DQ,DKV each q.k.warps.stages]
+    python scripts/compile_kernels.py --elementwise     what XLA makes of RMSNorm, RoPE and SwiGLU
 
 Needs the CUDA compile wheels (pip install '.[compile]') and no GPU. Prints a row for each kernel, and with --json a list.
 """
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import re
@@ -76,6 +78,74 @@ def figures(target: str, width: int, form: dict) -> list[dict]:
         return _read(pathlib.Path(folder), target, width)
 
 
+def elementwise(target: str) -> list[dict]:
+    """One dict for each operation, forward and backward: kernels, and bytes moved as a multiple of reading each input and writing
+    each output once."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    from jaxlm.models import rope
+    from partitioning import target as find
+
+    def norm(x, branch, gain):
+        total = x + branch
+        wide = total.astype(jnp.float32)
+        return total, (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-5) * gain).astype(x.dtype)
+
+    def rotated(x, cos, sin):
+        return rope.rotate(x, (cos, sin))
+
+    def swiglu(gate, up):
+        return jax.nn.silu(gate) * up
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=find(target).description, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("one",))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def of(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=spec)
+
+    wide, angles = of(4, 4096, 14336), of(4096, 1, 64, dtype=jnp.float32)
+    cases = {"RMSNorm and residual": (norm, (of(4, 4096, 4096), of(4, 4096, 4096), of(4096, dtype=jnp.float32)), 3),
+             "RoPE": (rotated, (of(4, 4096, 32, 128), angles, angles), 1), "SwiGLU": (swiglu, (wide, wide), 2)}
+    rows = []
+    for name, (function, given, moving) in cases.items():
+        def backward(given, cotangents, function=function, moving=moving):
+            fixed = given[moving:]
+            return jax.vjp(lambda *x: function(*x, *fixed), *given[:moving])[1](cotangents)
+
+        results = jax.eval_shape(function, *given)
+        cotangents = jax.tree.map(lambda x: of(*x.shape, dtype=x.dtype), results)
+        def forward(given, function=function):
+            return function(*given)
+
+        for way, step, inputs in (("forward", forward, (given,)), ("backward", backward, (given, cotangents))):
+            kernels, moved = _moved(jax.jit(step).lower(*inputs).compile().as_text())
+            least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((inputs, jax.eval_shape(step, *inputs))))
+            rows.append({"target": target, "operation": name, "way": way, "kernels": kernels,
+                         "times least": round(moved / least, 3)})
+    return rows
+
+
+def _moved(text: str) -> tuple[int, int]:
+    """(kernels, bytes of their operands and results) in the entry computation of an optimised program."""
+    from numpy import dtype
+    lines = re.search(r"^ENTRY .*?\{\n(.*?)^\}", text, re.S | re.M)[1].splitlines()
+    sizes, kernels, moved = {}, 0, 0
+    for line in lines:
+        name, shape, kind, rest = re.match(r"\s*(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)", line).groups()
+        sizes[name] = sum(int(dtype(_DTYPES.get(one, one)).itemsize) * math.prod(int(n) for n in dims.split(",") if n)
+                          for one, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape))
+        if kind not in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast"):
+            kernels += 1
+            moved += sizes[name] + sum(sizes[operand] for operand in re.findall(r"%([\w.-]+)", rest.split(")")[0]))
+    return kernels, moved
+
+
+_DTYPES = {"bf16": "uint16", "f16": "float16", "f32": "float32", "s32": "int32", "pred": "bool"}
+
+
 def _read(folder: pathlib.Path, target: str, width: int) -> list[dict]:
     thunks = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
     rows = {}
@@ -110,11 +180,17 @@ def main():
     parser.add_argument("--softcap", type=float)
     parser.add_argument("--segments", action="store_true")
     parser.add_argument("--full", action="store_true", help="no causal mask")
+    parser.add_argument("--elementwise", action="store_true")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     form = {name: getattr(flags, name) for name in ("tiles", "dtype", "groups", "window", "softcap", "segments", "full")}
-    rows = [row for target in flags.targets.split(",") for width in map(int, flags.widths.split(","))
-            for row in figures(target, width, form)]
+    targets = flags.targets.split(",")
+    if flags.elementwise:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        sys.path.insert(0, str(ROOT))
+        rows = [row for target in targets for row in elementwise(target)]
+    else:
+        rows = [row for target in targets for width in map(int, flags.widths.split(",")) for row in figures(target, width, form)]
     if flags.json:
         print(json.dumps(rows))
         return
