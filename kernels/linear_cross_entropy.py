@@ -89,15 +89,17 @@ def _forward(form, x_BLD, matrix, targets_BL, mask_BL):
     run = per_device(form.mesh, functools.partial(_of_device, form, True), form.specs("hidden", "matrix", "token", "token"),
                      form.specs("total", "total", "hidden", "d_matrix"))
     loss, penalty, d_x, d_matrix = run(x_BLD, matrix, targets_BL, mask_BL)
-    # What each device has of the matrix' gradient is added up outside, where the compiler can scatter the sum.
-    return (loss, penalty), (d_x, jnp.sum(d_matrix, axis=0), jnp.zeros((0,), matrix.dtype))
+    return (loss, penalty), (d_x, d_matrix, jnp.zeros((0,), matrix.dtype))
 
 
 def _backward(form, residuals, cotangents):
     d_x, d_matrix, like_matrix = residuals
     d_loss, d_penalty = cotangents
     factor = jnp.where(d_loss == d_penalty, d_loss, jnp.nan) if form.z_loss else d_loss
-    return (d_x * factor).astype(d_x.dtype), (d_matrix * factor).astype(like_matrix.dtype), None, None
+    # What each device has of the matrix' gradient is added up here, as the last thing: the compiler scatters a sum only if
+    # nothing stands between it and the slice.
+    d_matrix = jnp.sum((d_matrix * factor).astype(like_matrix.dtype), axis=0)
+    return (d_x * factor).astype(d_x.dtype), d_matrix, None, None
 
 
 _sums.defvjp(_forward, _backward)
