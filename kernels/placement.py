@@ -45,7 +45,8 @@ class Placement:
                 return (f"the sharding rules split the {array}'s length along {'+'.join(self.axes(array, 1))}, and attention "
                         "along a split length is not built (config.sharding.activations.rules.length)")
         for dim, what, names in ((0, "batch", ""), (2, "heads", ", rules heads and kv_heads")):
-            if self.axes("query", dim) != self.axes("key", dim):
+            whole = dim == 2 and not self.axes("key", dim)             # a device then takes what it needs of them
+            if self.axes("query", dim) != self.axes("key", dim) and not whole:
                 return (f"the sharding rules split the {what} of queries along {'+'.join(self.axes('query', dim)) or 'nothing'} "
                         f"and of keys along {'+'.join(self.axes('key', dim)) or 'nothing'}; a device then lacks keys of its "
                         f"queries (config.sharding.activations{names})")

@@ -69,7 +69,7 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, *, causal
     call = describe(q_BTHK, k_BSGK, v_BSGV, mask, softcap=softcap, scale=scale, with_lse=return_lse or sinks_H is not None,
                     placement=placement, interpret=interpret)
     chosen = choose(call, backend)
-    T, S = q_BTHK.shape[1], k_BSGK.shape[1]
+    T, S, group = q_BTHK.shape[1], k_BSGK.shape[1], q_BTHK.shape[2] // k_BSGK.shape[2]
     idle_BT = None
     if call.leaves_out:
         idle_BT, unseen_BS = mask.unused(T, S)
@@ -78,15 +78,20 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGV: jax.Array, *, causal
             k_BSGK, v_BSGV = (jnp.where(unseen_BS[..., None, None], 0, x) for x in (k_BSGK, v_BSGV))
     moving = {name: x for name, x in vars(mask).items() if isinstance(x, jax.Array)}
 
+    batch, heads, kv_heads = (placement.axes(*which) or None for which in (("query", 0), ("query", 2), ("key", 2)))
+
     def run(q_BTHK, k_BSGK, v_BSGV, moving):
+        if chosen.PER_DEVICE and k_BSGK.shape[2] != call.kv_heads:     # they lie whole where query heads are split
+            first = jax.lax.axis_index(heads) * call.heads // group
+            k_BSGK, v_BSGV = (jax.lax.dynamic_slice_in_dim(x, first, call.kv_heads, 2) for x in (k_BSGK, v_BSGV))
         out_BTHV, lse_BHT = chosen.attention(q_BTHK, k_BSGK, v_BSGV, Mask(**{**vars(mask), **moving}), call)
         return out_BTHV, lse_BHT if call.with_lse else None
 
     if chosen.PER_DEVICE:
-        batch, heads = (placement.axes("query", dim) or None for dim in (0, 2))
         rows = {name: PartitionSpec(batch) if x.ndim else PartitionSpec() for name, x in moving.items()}
-        whole = PartitionSpec(batch, None, heads)
-        run = placement.per_device(run, (whole,) * 3 + (rows,), (whole, PartitionSpec(batch, heads) if call.with_lse else None))
+        queries, keys = PartitionSpec(batch, None, heads), PartitionSpec(batch, None, kv_heads)
+        run = placement.per_device(run, (queries, keys, keys, rows),
+                                   (queries, PartitionSpec(batch, heads) if call.with_lse else None))
     out_BTHV, lse_BHT = run(q_BTHK, k_BSGK, v_BSGV, moving)
     if idle_BT is not None:
         out_BTHV = jnp.where(idle_BT[..., None, None], 0, out_BTHV)

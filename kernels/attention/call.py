@@ -11,7 +11,7 @@ from kernels.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static facts, sizes being those that one device has.
+    """The static facts, sizes being those that one device has (of key heads, those that its query heads read).
 
     Attributes:
       window: None, an int, or 'traced'.
@@ -76,10 +76,13 @@ def describe(q_BTHK, k_BSGK, v_BSGV, mask: Mask, *, softcap: float | None, scale
     refusal = placement.refusal()
     if refusal is None and placement.mesh is not None:
         parts, heads = placement.parts("query", 0), placement.parts("query", 2)
-        if B % parts or H % heads or G % heads:
-            refusal = f"a batch of {B}, {H} heads and {G} key heads cannot be split into {parts}, {heads} and {heads} parts"
+        own, R, split = H // heads, H // G, placement.parts("key", 2)
+        if B % parts or H % heads or G % split:
+            refusal = f"a batch of {B}, {H} heads and {G} key heads cannot be split into {parts}, {heads} and {split} parts"
+        elif own % R and R % own:
+            refusal = f"the {own} query heads of a device do not read a whole number of key heads, {R} of them reading each"
         else:
-            B, H, G = B // parts, H // heads, G // heads
+            B, H, G = B // parts, own, max(1, own // R)
     platform, chip = placement.device()
     return Call(B, T, S, H, G, K, v_BSGV.shape[3], str(q_BTHK.dtype), mask.causal,
                 "traced" if isinstance(window, jax.Array) else window,

@@ -81,6 +81,11 @@ def _save(ref, value, high, width=None):
     plt.store(ref, value.astype(ref.dtype), mask=mask)
 
 
+def _product(a, b):
+    """In float32 never by way of TF32, whatever precision JAX is set to: it would leave three digits."""
+    return plt.dot(a, b, allow_tf32=False)
+
+
 def _width(size: int) -> int:
     """Columns of a tile for heads of `size`: a power of two, at least what a tensor core multiplies."""
     return max(16, pl.next_power_of_2(size))
@@ -90,7 +95,7 @@ def _width(size: int) -> int:
 
 def _score(form, a, b):
     """Scores of the rows of a against those of b, in base 2; and their tanh where they are capped (else None)."""
-    raw = plt.dot(a, b.T)
+    raw = _product(a, b.T)
     if form.softcap is None:
         return raw * (form.scale * LOG2_E), None
     capped = jnp.tanh(raw * (form.scale / form.softcap))
@@ -156,7 +161,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, start_ref, end_ref, tiles_ref, *refs, f
             safe = jnp.where(new == -jnp.inf, 0.0, new) if masked else new
             weights = jnp.exp2(scores - safe[:, None])
             shrink = jnp.exp2(top - safe)
-            out = out * shrink[:, None] + plt.dot(weights.astype(v.dtype), v)
+            out = out * shrink[:, None] + _product(weights.astype(v.dtype), v)
             return out, new, total * shrink + jnp.sum(weights, axis=1)
 
         return step
@@ -181,10 +186,10 @@ def _d_query_kernel(q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, start_re
             k, v = load(k_ref, v_ref, j, masked)
             scores, capped = _score(form, q, k)
             scores = hide(scores, j) if masked else scores
-            d_scores = jnp.exp2(scores - lse[:, None]) * (plt.dot(d_out, v.T) - delta[:, None])
+            d_scores = jnp.exp2(scores - lse[:, None]) * (_product(d_out, v.T) - delta[:, None])
             if form.softcap is not None:
                 d_scores = d_scores * (1 - capped * capped)
-            return d_q + plt.dot(d_scores.astype(k.dtype), k)
+            return d_q + _product(d_scores.astype(k.dtype), k)
 
         return step
 
@@ -215,11 +220,11 @@ def _d_key_value_kernel(q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, star
                     q_ids = _places(refs[0], *at, 0, T) if form.segments else None
                     scores = _hidden(form, scores, key, start, end, q_ids, k_ids, query_axis=1)
                 weights = jnp.exp2(scores - lse[None])
-                d_v = d_v + plt.dot(weights.astype(d_out.dtype), d_out)
-                d_scores = weights * (plt.dot(v, d_out.T) - delta[None])
+                d_v = d_v + _product(weights.astype(d_out.dtype), d_out)
+                d_scores = weights * (_product(v, d_out.T) - delta[None])
                 if form.softcap is not None:
                     d_scores = d_scores * (1 - capped * capped)
-                return d_k + plt.dot(d_scores.astype(q.dtype), q), d_v
+                return d_k + _product(d_scores.astype(q.dtype), q), d_v
 
             return step
 

@@ -47,7 +47,8 @@ def attention(q_BTHK, k_BSGK, v_BSGV, mask: Mask, call: Call):
             weights_BGTRS = jnp.where(seen_BGTRS, weights_BGTRS, 0.0)
         outputs.append(jnp.einsum("bgtrs,bsgv->btgrv", weights_BGTRS.astype(v_BSGV.dtype), v_BSGV[:, first:last]))
         if call.with_lse:
-            sums.append(jax.nn.logsumexp(scores_BGTRS, axis=-1))
+            lse_BGTR = jax.nn.logsumexp(scores_BGTRS, axis=-1)
+            sums.append(jnp.where(jnp.any(seen_BGTRS, axis=-1), lse_BGTR, -jnp.inf) if call.leaves_out else lse_BGTR)
     out_BTGRV = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
     lse_BHT = jnp.moveaxis(jnp.concatenate(sums, axis=2), 2, 3).reshape(B, H, T) if call.with_lse else None
     return out_BTGRV.reshape(B, T, H, -1), lse_BHT
