@@ -145,49 +145,20 @@ def step(flags):
 
 
 def sweep(flags):
-    """Values and gradients of a backend over the product of shapes and masks, against float64."""
+    """Values and gradients of a backend in float32 over a grid of shapes and masks, against float64."""
     import jax
-    import jax.numpy as jnp
 
-    from kernels.attention import attention
-    from tests.kernels import oracle
+    from tests.kernels import grid
     interpret = jax.devices()[0].platform == "cpu" and flags.backend in ("pallas", "jax_triton")
-    masks = {"causal": {}, "full": dict(causal=False), "window": dict(window=33), "cap": dict(softcap=2.0),
-             "window and cap": dict(window=33, softcap=2.0), "packed": dict(ids=True),
-             "packed, full": dict(ids=True, causal=False),
-             "packed, window": dict(ids=True, window=33), "packed, cap": dict(ids=True, softcap=2.0)}
-    lengths = [(n, n) for n in (1, 63, 64, 65, 200, 257)] + [(65, 200), (200, 63)]
-    worst, count = [0.0, 0.0], 0
-    cases = [(size, width, group, mask) for size in lengths for width in (40, 64, 80, 96, 128, 256) for group in (1, 4, 8)
-             for mask in masks]
-    for number, ((T, S), width, group, mask) in enumerate(cases):
-        if number % flags.every:
-            continue
-        rng = np.random.default_rng(number)
-        q, k, v, d_out = (np.asarray(x) for x in arrays(rng, 1, T, S, group, 1, width, width, "float32"))
-        d_lse = rng.standard_normal((1, group, T)).astype(np.float32)
-        options = dict(masks[mask])
-        if options.pop("ids", False):
-            options |= {name: np.sort(rng.integers(0, 4, (1, n))).astype(np.int32)[:, ::-1]
-                        for name, n in (("q_segment_ids_BT", T), ("k_segment_ids_BS", S))}
-            if T == S:
-                options["k_segment_ids_BS"] = options["q_segment_ids_BT"]
-
-        def loss(q, k, v):
-            out, lse = attention(q, k, v, return_lse=True, backend=flags.backend, interpret=interpret, **options)
-            return jnp.sum(out * d_out) + jnp.sum(jnp.where(lse > -jnp.inf, lse * d_lse, 0)), out
-
-        (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
-        want = oracle.attend(q, k, v, d_out, d_lse, **options)
-        for i, (got, wanted) in enumerate(((out, want.out), *zip(gradients, (want.d_q, want.d_k, want.d_v)))):
-            error = float(np.max(np.abs(got - wanted) / np.maximum(1, np.abs(wanted))))
-            worst[min(i, 1)] = max(worst[min(i, 1)], error)
-            if not error <= (1e-4 if i else 1e-5):
-                name = ("out", "dq", "dk", "dv")[i]
-                print(f"WRONG: {(T, S)}, width {width}, group {group}, {mask}: error {error:.1e} in {name}")
-        count += 1
-        jax.clear_caches()
-    print(f"{flags.backend}: {count} of {len(cases)} cases; largest error {worst[0]:.1e} forward, {worst[1]:.1e} in gradients")
+    cases, worst = grid.whole()[::flags.every], {}
+    for number, case in enumerate(cases):
+        errors = grid.errors(case, flags.backend, interpret)
+        worst = {name: max(error, worst.get(name, 0.0)) for name, error in ({**worst, **errors}).items()}
+        if not grid.is_right(errors):
+            print(f"WRONG: {case}: {errors}", flush=True)
+        if number % 50 == 49:
+            jax.clear_caches()
+    print(f"{flags.backend}: {len(cases)} cases; largest errors", *(f"{name} {error:.1e}" for name, error in worst.items()))
 
 
 def main():

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kernels.attention
 from kernels.attention import UnsupportedError, choose
 from kernels.attention.reference import visible_blocks
-from tests.kernels import oracle
+from kernels.placement import Placement
+from tests.kernels import grid, oracle
 
 OURS = ("reference", "chunked", "pallas")      # what runs on a CPU
 B, T, H, G, K = 2, 160, 4, 2, 16               # long enough for several blocks of queries
@@ -30,62 +32,19 @@ def attention(q, k, v, *, backend="auto", **options):
     return jax.jit(lambda q, k, v, moving: call(q, k, v, **moving))(q, k, v, moving)
 
 
-def runs(pattern, length):
-    """Segment ids [1, length] from (id, share of ten) pairs."""
-    counts = [share * length // 10 for _, share in pattern]
-    counts[-1] += length - sum(counts)
-    return np.repeat([name for name, _ in pattern], counts).astype(np.int32)[None]
-
-
-PACKED = ((3, 4), (1, 3), (2, 2), (0, 1))
-SPLIT = ((1, 3), (2, 3), (1, 3), (-1, 1))      # a segment in two pieces
-CASES = {                                      # sizes T, S, H, G, K, V; options; shorthand for ids
-    "one token": ((1, 1, 4, 4, 40, 40), {}, None),
-    "causal": ((200, 200, 8, 2, 64, 64), {}, None),
-    "causal, one key head, wide values": ((65, 65, 8, 1, 80, 128), {}, None),
-    "full, short queries": ((63, 257, 4, 1, 96, 96), dict(causal=False), None),
-    "full, short keys": ((65, 63, 4, 4, 128, 40), dict(causal=False), None),
-    "packed": ((257, 257, 4, 1, 64, 64), {}, PACKED),
-    "packed, full": ((200, 200, 2, 2, 64, 64), dict(causal=False), PACKED),
-    "packed in pieces": ((200, 200, 2, 2, 40, 40), {}, SPLIT),
-    "packed, window, cap, sinks": ((200, 200, 4, 1, 64, 64), dict(window=9, softcap=2.0, sinks=True), PACKED),
-    "window": ((257, 257, 2, 2, 64, 64), dict(window=70), None),
-    "window of one": ((64, 64, 2, 2, 64, 64), dict(window=1), None),
-    "cap": ((64, 64, 8, 1, 64, 64), dict(softcap=1.5, scale=0.7), None),
-    "sinks": ((64, 64, 4, 4, 64, 64), dict(sinks=True), None),
-    "later queries": ((65, 200, 4, 1, 64, 64), dict(query_offset=135, window=90), None),
-    "queries past the keys": ((64, 40, 2, 2, 64, 64), dict(query_offset=20, window=30), None),
-    "wide": ((63, 63, 2, 1, 256, 256), {}, None),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", grid.covering(), ids=str)
 @pytest.mark.parametrize("backend", OURS)
 def test_values_and_gradients_are_those_of_numpy_in_float64(backend, case):
-    (T, S, H, G, K, V), options, pattern = CASES[case]
-    rng = np.random.default_rng(0)
-    q, k, v, d_out = (rng.standard_normal((1, n, h, w)).astype(np.float32)
-                      for n, h, w in ((T, H, K), (S, G, K), (S, G, V), (T, H, V)))
-    d_lse, sinks = rng.standard_normal((1, H, T)).astype(np.float32), rng.standard_normal(H).astype(np.float32)
-    options = dict(options)
-    sinks = sinks if options.pop("sinks", False) else None
-    ids = {} if pattern is None else dict(q_segment_ids_BT=runs(pattern, T), k_segment_ids_BS=runs(pattern, S))
+    errors = grid.errors(case, backend, interpret=backend == "pallas")
+    assert grid.is_right(errors), errors
 
-    def loss(q, k, v, sinks):
-        out, lse = kernels.attention.attention(q, k, v, sinks_H=sinks, return_lse=True, backend=backend,
-                                               interpret=backend == "pallas", **ids, **options)
-        return jnp.sum(out * d_out) + jnp.sum(jnp.where(lse > -jnp.inf, lse * d_lse, 0)), (out, lse)
 
-    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3) if sinks is not None else (0, 1, 2), has_aux=True))
-    (_, (out, lse)), gradients = step(q, k, v, sinks)
-    want = oracle.attend(q, k, v, d_out, d_lse, sinks=sinks, **ids, **options)
-    assert_close(out, want.out, 1e-5)
-    assert np.array_equal(np.isfinite(lse), np.isfinite(want.lse))
-    assert_close(np.where(np.isfinite(lse), lse, 0), np.where(np.isfinite(want.lse), want.lse, 0), 1e-5)
-    for got, wanted in zip(gradients, (want.d_q, want.d_k, want.d_v, want.d_sinks)):
-        assert_close(got, wanted, 1e-4)
-    again = step(q, k, v, sinks)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(((_, (out, lse)), gradients))))
+def test_the_cases_leave_out_no_pair_of_a_size_and_a_feature():
+    cases = grid.covering()
+    for feature in ("full", "window", "packed", "pieces", "cap", "sinks", "later"):
+        having = [case for case in cases if feature in case.features]
+        assert {case.lengths for case in having} == set(grid.LENGTHS) and {case.width for case in having} == set(grid.WIDTHS)
+        assert {case.group for case in having} == set(grid.GROUPS)
 
 
 def assert_close(got, want, tolerance):
@@ -196,6 +155,38 @@ def test_huge_scores_neither_overflow_nor_lose_the_maximum(qkv, backend):
     clear = np.moveaxis(sure[..., 1] - sure[..., 0] > 1e-3, 1, 2)          # float32 products leave ties undecided
     assert np.mean(clear) > 0.9
     np.testing.assert_allclose(np.asarray(got)[clear], want.out[clear], atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads, key", [(4, PartitionSpec("rows", None, "heads")), (2, PartitionSpec("rows")),
+                                           (1, PartitionSpec("rows"))], ids=["as queries", "whole", "one, whole"])
+@pytest.mark.parametrize("backend", OURS[1:])
+def test_on_a_mesh_each_device_attends_with_its_rows_and_heads(backend, kv_heads, key):
+    rng = np.random.default_rng(4)
+    given = [rng.standard_normal((B, 100, n, K)).astype(np.float32) for n in (8, kv_heads, kv_heads)]
+    mesh = jax.make_mesh((2, 4), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2)
+    placement = Placement(mesh, PartitionSpec("rows", None, "heads"), key)
+
+    def step(backend, *arrays, **options):
+        def loss(*x):
+            return jnp.sum(jnp.sin(kernels.attention.attention(*x, window=9, backend=backend, **options)))
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*arrays)
+
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, (placement.query, key, key))]
+    got = step(backend, *placed, placement=placement, interpret=backend == "pallas")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, step("reference", *given))
+
+
+@pytest.mark.parametrize("query, key, reason", [
+    (PartitionSpec(None, "heads"), PartitionSpec(), "split the query's length along heads"),
+    (PartitionSpec("rows"), PartitionSpec(), "split the batch of queries along rows and of keys along nothing"),
+    (PartitionSpec(), PartitionSpec(None, None, "heads"), "split the heads of queries along nothing and of keys along heads"),
+    (PartitionSpec(None, None, ("rows", "heads")), PartitionSpec(), "3 query heads of a device do not read a whole number")])
+def test_what_no_device_can_attend_to_by_itself_is_refused_with_the_reason(query, key, reason):
+    mesh = jax.make_mesh((2, 4), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2)
+    x = [np.zeros((B, 8, n, K), np.float32) for n in (24, 12, 12)]
+    with pytest.raises(UnsupportedError, match=reason):
+        kernels.attention.attention(*x, placement=Placement(mesh, query, key), backend="chunked")
+    assert kernels.attention.attention(*x, placement=Placement(mesh, query, key)).shape == x[0].shape
 
 
 @pytest.mark.parametrize("backend", OURS)
