@@ -56,11 +56,13 @@ def test_forward_and_backward_lower_for_each_generation(variant, dtype, device):
     assert names == set(compile_kernels.KERNELS), names
 
 
-def test_auto_takes_our_kernels_on_such_a_gpu():
-    shapes = [jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)] * 3
+def test_auto_takes_no_kernel_that_has_not_run_on_a_gpu_yet():
+    shapes = [jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)] * 3
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        text = jax.jit(attention).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert "_forward_kernel" in text
+        for backend, ours in (("auto", False), ("pallas", True)):
+            call = jax.jit(functools.partial(attention, backend=backend))
+            text = call.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+            assert ("_forward_kernel" in text) == ours
 
 
 def test_offsets_are_64_bits_wide_where_an_array_has_more_than_2_to_the_31_elements(monkeypatch, capsys):
