@@ -193,7 +193,7 @@ def _check_range(metadata: Mapping, value: Any, key: str) -> None:
 def parse(annotation: Any, text: str, key: str) -> Any:
     """Reads one value from the command line by its declared type.
 
-    Strings need no quotes; tuples are 'a,b' or Python's "('a','b')"; dicts and None are Python's.
+    Strings need no quotes; tuples are 'a,b' or Python's "('a','b')"; dicts ("{'a': 1}" or "dict(a=1)") and None are Python's.
 
     Raises:
       DeclarationError: the text is no value of that type.
@@ -217,8 +217,10 @@ def _readings(text: str, options) -> Iterator[Any]:
         yield text
         return
     try:
-        value = ast.literal_eval(text)
+        value = _literal(text)
         yield value
+        if isinstance(value, dict):
+            return  # its commas separate no parts
         if int in options and isinstance(value, float) and value.is_integer():
             yield int(value)  # 1e6 steps
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -235,6 +237,21 @@ def _scalar(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+class _Dicts(ast.NodeTransformer):
+    """dict(a=1), as configuration files have it, for {'a': 1}."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        plain = isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args
+        if not plain or any(word.arg is None for word in node.keywords):
+            return node
+        return ast.Dict([ast.Constant(word.arg) for word in node.keywords], [word.value for word in node.keywords])
+
+
+def _literal(text: str) -> Any:
+    return ast.literal_eval(_Dicts().visit(ast.parse(text.strip(), mode="eval")))
 
 
 @dataclasses.dataclass(frozen=True)
