@@ -169,9 +169,11 @@ def check_resume(workdir: pathlib.Path, old: Config, new: Config, allow_change: 
     free = FREE + (ORDER if new.data.on_change == "continue" else ())
     guarded = [line for line, (key, *_) in zip(lines, changed, strict=True) if key not in free and key.split(".")[0] not in free]
     if guarded and not allow_change:
+        of_order = new.data.on_change != "continue" and any(key in ORDER for key, *_ in changed)
         raise DeclarationError(
             f"{workdir} was started with other values of keys that change the result:\n  "
             + "\n  ".join(guarded)
             + "\nTake them back, use another --workdir, or pass --allow_change to go on with the new ones."
+            + (" (config.data.on_change='continue' goes on with the data in another order.)" if of_order else "")
         )
     return lines

@@ -155,6 +155,8 @@ def test_a_resume_may_change_the_mesh_but_not_the_model(tmp_path):
         check_resume(tmp_path, old, with_(model__num_layers=2), True)
     with pytest.raises(DeclarationError, match=r"learning_rate: 0.001 -> 0.5(.|\n)*--allow_change"):
         check_resume(tmp_path, old, with_(optimizer__learning_rate=0.5), False)
+    with pytest.raises(DeclarationError, match="config.data.on_change='continue' goes on"):
+        check_resume(tmp_path, old, with_(data__sequence_length=8), False)
     assert check_resume(tmp_path, old, with_(optimizer__learning_rate=0.5), True) == [
         "config.optimizer.learning_rate: 0.001 -> 0.5"
     ]
