@@ -400,7 +400,7 @@ def find_source(source: str) -> tuple[pathlib.Path, int | None]:
     if not (path / "config.json").is_file():
         raise DeclarationError(
             f"{source} is no run directory (there is no {path / 'config.json'}); "
-            "give the --workdir of a run, or one of its checkpoints."
+            "give the --workdir of a run, or one of its checkpoints (generate and evaluate take a Hugging Face folder, too)."
         )
     if step is not None and not (path / "checkpoints" / str(step)).is_dir():
         raise DeclarationError(

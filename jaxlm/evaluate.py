@@ -24,7 +24,8 @@ def main(flags: argparse.Namespace) -> None:
     if flags.json:
         print(json.dumps({"source": str(path), "step": step, **figures}))
         return
-    print(f"{path}{'' if step is None else f', step {step}'}, on {figures['eval_targets']:,} targets")
+    print(f"{path}{'' if step is None else f', step {step}'}, on {figures['eval_targets']:,} targets "
+          f"from {data.facts['eval_source']}")
     print(f"loss           {figures['eval_loss']:.4f} nats per {'byte' if data.tokenizer.kind == 'bytes' else 'token'}")
     print(f"perplexity     {figures['eval_perplexity']:.4f}")
     if "eval_bits_per_byte" in figures:

@@ -31,7 +31,8 @@ def main(flags: argparse.Namespace) -> int:
         raise DeclarationError("config.data.train declares a mixture; make a cache of each of its sources, and mix those.")
     if flags.train:
         count = tokenizing.train_bpe(data, flags.vocab_size, out)
-        print(f"{out / 'tokenizer.json'}: {count:,} ids; use it with --config.data.tokenizer={out}")
+        short = f" (of {flags.vocab_size:,}: the text gives no more)" if count < flags.vocab_size else ""
+        print(f"{out / 'tokenizer.json'}: {count:,} ids{short}; use it with --config.data.tokenizer={out}")
         return 0
     if flags.workers < 1:
         raise DeclarationError(f"--workers={flags.workers}; expected at least 1.")
@@ -55,6 +56,7 @@ def main(flags: argparse.Namespace) -> int:
             print(f"{facts[name]:,} {words}")
     print(
         f"train on it with --config.data.train={out}"
+        + (f" --config.data.content={data.content}" if data.content != Config().data.content else "")
         + (f" --config.data.tokenizer={data.tokenizer}" if data.tokenizer != Config().data.tokenizer else "")
     )
     return 0

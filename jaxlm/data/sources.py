@@ -129,7 +129,7 @@ def text_extract(text_field: str) -> Extract:
             fields = ", ".join(map(repr, list(record)[:8])) or "none"
             return None, f"has no field {text_field!r} (its fields: {fields}); config.data.text_field names the field"
         if not isinstance(record[text_field], str):
-            return None, f"has a {type(record[text_field]).__name__} in the field {text_field!r}; expected a string"
+            return None, f"has {type(record[text_field]).__name__} in the field {text_field!r}; expected a string"
         try:
             return record[text_field].encode("utf-8"), ""
         except UnicodeEncodeError:

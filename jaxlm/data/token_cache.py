@@ -117,7 +117,7 @@ def open_cache(file: File, tokenizer: Tokenizer, options: dict[str, Any]) -> Str
             f"config.data.tokenizer = {tokenizer.name!r} is another (sha256 {tokenizer.sha256[:12]}); set the one "
             "it was made with, or make the cache anew."
         )
-    for name in sorted({*options, *manifest["options"]}):
+    for name in dict.fromkeys(("content", *sorted({*options, *manifest["options"]}))):  # the content decides of the others
         theirs, ours = manifest["options"].get(name), options.get(name)
         if theirs != ours:
             key = {"bos_id": "bos_token", "eos_id": "eos_token", "template_sha256": "chat_template"}.get(name, name)

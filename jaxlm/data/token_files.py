@@ -70,7 +70,22 @@ def read_bin(path: pathlib.Path, *, dtype: str, vocab_size: int, limit: int) -> 
                 f"{path} has {size:,} bytes, which is no whole number of {name} ids; it is cut off, or "
                 "config.data.token_dtype is wrong."
             )
-    return _sampled(mapped(path, kind.newbyteorder("<"), offset, count), None, limit)
+    tokens = mapped(path, kind.newbyteorder("<"), offset, count)
+    if dtype == "auto" and not offset and kind == np.uint16 and _is_wider(tokens):
+        raise DeclarationError(
+            f"{path}: every second uint16 of it is 0, as in a file of uint32 ids; say which it is: "
+            "config.data.token_dtype='uint32' or 'uint16'."
+        )
+    return _sampled(tokens, None, limit)
+
+
+def _is_wider(tokens: np.ndarray) -> bool:
+    """Whether uint16 ids look like the halves of uint32 ids."""
+    if len(tokens) < 8 or len(tokens) % 2:
+        return False
+    places = np.linspace(0, max(len(tokens) - 2048, 0), 64).astype(int) // 2 * 2
+    halves = np.concatenate([tokens[place : place + 2048].reshape(-1, 2) for place in places.tolist()])
+    return bool(halves[:, 0].any() and not halves[:, 1].any())
 
 
 def _sampled(tokens: np.ndarray, ends: np.ndarray | None, limit: int) -> Stream:

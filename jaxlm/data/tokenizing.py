@@ -60,9 +60,15 @@ def make_cache(config: DataConfig, out: pathlib.Path, *, workers: int, progress:
     encoder = make_encoder(config)
     plan = _plan(config, encoder)
     if (out / CACHE).exists():
-        if read_manifest(out)["plan_crc32"] == crc_of(plan):
+        manifest = read_manifest(out)
+        if manifest["skipped"] and config.on_bad_record == "fail":
+            raise DeclarationError(
+                f"{out} was made with {manifest['skipped']:,} bad records skipped, and config.data.on_bad_record = 'fail' takes "
+                "none; mend them and give another --out, or set it to 'skip'."
+            )
+        if manifest["plan_crc32"] == crc_of(plan):
             _tidy(out)
-            return read_manifest(out)
+            return manifest
         raise DeclarationError(
             f"{out} holds a token cache of other text, another tokenizer or other options; give another --out."
         )
@@ -78,6 +84,8 @@ def _make(
     """The parts that are not there yet, then the whole."""
     units = plan["units"]
     done = {i: facts for i in range(len(units)) if (facts := _facts(out, i)) is not None}
+    if config.on_bad_record == "fail":
+        done = {i: facts for i, facts in done.items() if not facts["skipped"]}  # those are made again, and say what is wrong
     total, ready = sum(u["bytes"] for u in units), sum(units[i]["bytes"] for i in done)
     progress(ready, total)
     for i, facts in _parts_made(config, encoder, out, [(i, unit) for i, unit in enumerate(units) if i not in done], workers):
@@ -155,7 +163,6 @@ def _plan(config: DataConfig, encoder: Encoder) -> dict[str, Any]:
         "sources": sources,
         "units": units,
         "tokenizer": encoder.tokenizer.sha256,
-        "on_bad_record": config.on_bad_record,
         "options": encoder.options,
     }
 
@@ -391,6 +398,8 @@ def train_bpe(config: DataConfig, vocab_size: int, out: pathlib.Path) -> int:
         raise DeclarationError(
             f"config.data.train = {config.train!r} has no text ({counts.skipped} bad records skipped); name files that have some."
         )
+    if out.is_dir() and any(out.iterdir()):
+        raise DeclarationError(f"--out={out} is there and holds something; give a folder that is empty or new.")
     make_folder(out, "--out")
     model.train_from_iterator(itertools.chain([first], texts), trainer)
     model.save(str(out / "tokenizer.json"))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels.attention.call import Call
-from kernels.attention.chips import Tile, Tiles, tiles_for
+from kernels.attention.chips import Tile, Tiles, capability, tiles_for
 from kernels.attention.mask import Interval, Mask, key_tiles, query_tiles
 
 # Names of what the backward pass needs of the forward pass, for a policy of rematerialisation that keeps it.
@@ -64,7 +64,15 @@ class Engine:
 
 
 def refusal(call: Call) -> str | None:
-    """Why these kernels cannot serve a call on any platform, or None."""
+    """Why these kernels cannot serve a call, or None: they are for GPUs of NVIDIA from the Ampere generation on; interpreted they
+    run anywhere."""
+    if not call.interpret:
+        known = capability(call.chip)
+        if call.platform != "gpu" or not call.chip.startswith("NVIDIA"):
+            return (f"its kernels are compiled for GPUs of NVIDIA, not for {call.platform} ({call.chip}); with "
+                    "kernels.interpret=True they run anywhere, slowly")
+        if known is not None and known < 8.0:
+            return f"its kernels need compute capability 8.0; {call.chip} has {known}"
     if call.refusal:
         return call.refusal
     if call.dtype not in ("float32", "bfloat16", "float16"):
@@ -72,6 +80,16 @@ def refusal(call: Call) -> str | None:
     if max(call.head_dim, call.value_dim) > WIDEST:
         return f"heads are {max(call.head_dim, call.value_dim)} wide; the most is {WIDEST}"
     return None
+
+
+def not_by_itself(call: Call) -> str | None:
+    """They are proved as far as that goes without a GPU, and nobody gets them unasked before they have run on one."""
+    return "it has not run on a GPU yet, and has to be asked for by name"
+
+
+def padded(size: int) -> int:
+    """Columns of a tile for heads of `size`: a power of two, at least what a tensor core multiplies."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def attention(engine: Engine, q_BTHK, k_BSGK, v_BSGV, mask: Mask, call: Call):

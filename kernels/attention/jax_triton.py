@@ -13,34 +13,25 @@ import numpy as np
 
 from kernels.attention import flash, triton_kernels
 from kernels.attention.call import Call
-from kernels.attention.chips import Tile, capability
+from kernels.attention.chips import Tile
 
 PER_DEVICE = True
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def is_supported(call: Call) -> str | None:
-    """GPUs of NVIDIA from the Ampere generation on, with jax-triton; others only interpreted."""
+    """As all kernels of ours, where Triton is installed, and to be compiled jax-triton too."""
     if triton_kernels.triton is None:
         return "triton is not installed (pip install 'jaxlm[gpu]')"
-    if call.interpret:
-        if call.dtype == "bfloat16":
-            return "Triton's interpreter multiplies bfloat16 wrongly"
-        return flash.refusal(call)
-    known = capability(call.chip)
-    if call.platform != "gpu" or not call.chip.startswith("NVIDIA"):
-        return (f"its kernels are compiled for GPUs of NVIDIA, not for {call.platform} ({call.chip}); with "
-                "kernels.interpret=True they run anywhere, slowly")
-    if known is not None and known < 8.0:
-        return f"its kernels need compute capability 8.0; {call.chip} has {known}"
-    if importlib.util.find_spec("jax_triton") is None:
+    if call.interpret and call.dtype == "bfloat16":
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    reason = flash.refusal(call)
+    if reason is None and not call.interpret and importlib.util.find_spec("jax_triton") is None:
         return "jax-triton is not installed (pip install 'jaxlm[gpu]')"
-    return flash.refusal(call)
+    return reason
 
 
-def not_by_itself(call: Call) -> str | None:
-    """It is proved as far as that goes without a GPU, and nobody gets it unasked before it has run on one."""
-    return "it has not run on a GPU yet, and has to be asked for by name"
+not_by_itself = flash.not_by_itself
 
 
 def attention(q_BTHK, k_BSGK, v_BSGV, mask, call: Call):
@@ -53,7 +44,7 @@ def _launch(kernel, tile: Tile, count: int, heads: int, form, q, k, v, more, int
     (B, T, H, K), (S, G, V) = q.shape, v.shape[1:]
     ids = ids or (interval.start, interval.start)          # read by none
     arrays = [q, k, v, *more, interval.start, interval.end, tiles, *ids]
-    constants = dict(T=T, S=S, H=H, G=G, K=K, V=V, KP=_width(K), VP=_width(V), MASKS=int(interval.start.shape[0] > 1),
+    constants = dict(T=T, S=S, H=H, G=G, K=K, V=V, KP=flash.padded(K), VP=flash.padded(V), MASKS=int(interval.start.shape[0] > 1),
                      TILES=int(tiles.shape[0] > 1), IDS=int(form.segments), LEFT=int(form.left), CAP=float(form.softcap or 0.0),
                      SCALE=float(form.scale), Q=tile.q, N=tile.k)
     grid = (count, heads, B)
@@ -64,10 +55,6 @@ def _launch(kernel, tile: Tile, count: int, heads: int, form, q, k, v, more, int
     import jax_triton
     return jax_triton.triton_call(*arrays, kernel=kernel, out_type=outputs, grid=grid, num_warps=tile.warps,
                                   num_stages=tile.stages, **constants)
-
-
-def _width(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
 
 
 class _Pointer:

@@ -15,27 +15,12 @@ from jax.experimental.pallas import triton as plt
 
 from kernels.attention import flash
 from kernels.attention.call import Call
-from kernels.attention.chips import capability
 
 PER_DEVICE = True
 LOG2_E = math.log2(math.e)
 
 
-def is_supported(call: Call) -> str | None:
-    """GPUs of NVIDIA from the Ampere generation on; others only interpreted."""
-    if not call.interpret:
-        known = capability(call.chip)
-        if call.platform != "gpu" or not call.chip.startswith("NVIDIA"):
-            return (f"its kernels are compiled for GPUs of NVIDIA, not for {call.platform} ({call.chip}); with "
-                    "kernels.interpret=True they run anywhere, slowly")
-        if known is not None and known < 8.0:
-            return f"its kernels need compute capability 8.0; {call.chip} has {known}"
-    return flash.refusal(call)
-
-
-def not_by_itself(call: Call) -> str | None:
-    """It is proved as far as that goes without a GPU, and nobody gets it unasked before it has run on one."""
-    return "it has not run on a GPU yet, and has to be asked for by name"
+is_supported, not_by_itself = flash.refusal, flash.not_by_itself
 
 
 def attention(q_BTHK, k_BSGK, v_BSGV, mask, call: Call):
@@ -84,11 +69,6 @@ def _save(ref, value, high, width=None):
 def _product(a, b):
     """In float32 never by way of TF32, whatever precision JAX is set to: it would leave three digits."""
     return plt.dot(a, b, allow_tf32=False)
-
-
-def _width(size: int) -> int:
-    """Columns of a tile for heads of `size`: a power of two, at least what a tensor core multiplies."""
-    return max(16, pl.next_power_of_2(size))
 
 
 # The kernels. `numbers` of a tile are those of `mask.Tiles`, and past the last key that any of its queries sees.
@@ -260,7 +240,7 @@ def _over_queries(q, k, v, tile):
     count = pl.cdiv(T, tile.q)
 
     def head(array):
-        return array, (None, S, None, _width(array.shape[3])), lambda i, h, b: (b, 0, h // (H // G), 0)
+        return array, (None, S, None, flash.padded(array.shape[3])), lambda i, h, b: (b, 0, h // (H // G), 0)
 
     return (count, H, B), lambda i: count - 1 - i, (T, S, K, V, count - 1), head
 
@@ -271,7 +251,7 @@ def _forward(form, q, k, v, interval, tiles, ids):
     (B, T, H, K), V = q.shape, v.shape[3]
 
     def rows(width):
-        return (None, tile.q, None, _width(width)), lambda i, h, b: (b, where(i), h, 0)
+        return (None, tile.q, None, flash.padded(width)), lambda i, h, b: (b, where(i), h, 0)
 
     return _launch(
         functools.partial(_forward_kernel, form=form, tile=tile, sizes=sizes), grid, tile, form.interpret,
@@ -285,7 +265,7 @@ def _d_query(form, q, k, v, d_out, lse, delta, interval, tiles, ids):
     grid, where, sizes, head = _over_queries(q, k, v, tile)
 
     def rows(width):
-        return (None, tile.q, None, _width(width)), lambda i, h, b: (b, where(i), h, 0)
+        return (None, tile.q, None, flash.padded(width)), lambda i, h, b: (b, where(i), h, 0)
 
     places = (None, None, tile.q), lambda i, h, b: (b, h, where(i))
     [d_q] = _launch(
@@ -301,10 +281,10 @@ def _d_key_value(form, q, k, v, d_out, lse, delta, interval, tiles, ids):
     tile, R = form.tiles.d_key_value, H // G
 
     def rows(width):
-        return (None, tile.k, None, _width(width)), lambda i, g, b: (b, i, g, 0)
+        return (None, tile.k, None, flash.padded(width)), lambda i, g, b: (b, i, g, 0)
 
     def heads(width):
-        return (None, T, R, _width(width)), lambda i, g, b: (b, 0, g, 0)
+        return (None, T, R, flash.padded(width)), lambda i, g, b: (b, 0, g, 0)
 
     places = (None, R, T), lambda i, g, b: (b, g, 0)
     return _launch(

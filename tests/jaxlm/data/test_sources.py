@@ -67,7 +67,7 @@ def test_each_json_line_is_a_document_whatever_else_may_end_a_line(tmp_path):
     (b"{not json", "is not JSON"),
     (b"[1]", "expected an object with the field that"),
     (b'{"body": "x", "id": 3}', "has no field 'text' (its fields: 'body', 'id'); config.data.text_field"),
-    (b'{"text": 3}', "has a int in the field 'text'; expected a string"),
+    (b'{"text": 3}', "has int in the field 'text'; expected a string"),
     (b'{"text": "\xff"}', "is not UTF-8: byte 0xff at offset 10"),
     (b'{"text": "\\ud800"}', "half a surrogate pair"),
     (b"[" * 100_000, "is not JSON"),
@@ -162,7 +162,7 @@ def test_parquet_and_data_sets_on_disk_are_a_document_per_row(tmp_path):
         writer.write_table(table)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     for name, place in ((tmp_path / "a.parquet", f"{tmp_path / 'a.parquet'}: row 3"), (folder, f"{folder}: row 3")):
-        assert message(name).startswith(f"{place} has a NoneType in the field 'text'")
+        assert message(name).startswith(f"{place} has NoneType in the field 'text'")
         corpus = read(name, on_bad_record="skip")
         assert corpus.documents == ("zwei ü".encode(), b"three") and (corpus.skipped, corpus.blank) == (1, 1)
         assert "has no field 'body' (its fields: 'id', 'text')" in message(name, text_field="body")

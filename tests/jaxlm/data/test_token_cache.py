@@ -106,7 +106,9 @@ def test_one_document_has_no_end_token_and_chats_keep_their_targets(tmp_path, co
     chat.write_text("".join(json.dumps({"prompt": f"How much is {i}?", "completion": f"It is {i}."}) + "\n" for i in range(20)))
     options = dict(content="chat", chat_template="{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}"
                    "{% endgeneration %}{% endfor %}")
-    make(tmp_path / "chats", chat, **options)
+    assert "--config.data.content=chat" in make(tmp_path / "chats", chat, **options)
+    with pytest.raises(DeclarationError, match="was made with content = 'chat', but the configuration says 'text'"):
+        rows(DataConfig(train=(str(tmp_path / "chats"),), sequence_length=8))
     options |= dict(sequence_length=64, eval_fraction=0.0, pack="best_fit")
     (of_text, _), (of_cache, _) = (rows(DataConfig(train=(str(name),), **options)) for name in (chat, tmp_path / "chats"))
     assert all(np.array_equal(of_text["train"][name], of_cache["train"][name]) for name in of_text["train"])
@@ -225,8 +227,22 @@ def test_a_bad_record_stops_it_or_is_counted(tmp_path, corpus):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "good"}\n{"text": \n' + '{"text": " "}\n')
     assert "bad.jsonl:2 is not JSON" in make(tmp_path / "cache", bad, status=2)
-    said = make(tmp_path / "other", bad, on_bad_record="skip")
+    said = make(tmp_path / "cache", bad, on_bad_record="skip")
     assert "1 bad records were skipped" in said and "1 documents without text" in said
+    assert "1 bad records skipped, and config.data.on_bad_record = 'fail'" in make(tmp_path / "cache", bad, status=2)
+
+
+def test_parts_with_bad_records_are_made_again_where_none_is_taken(tmp_path, monkeypatch):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "good"}\n{"text": \n')
+    def stop(*_):
+        raise DeclarationError("stopped before the end")
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing, "_finish", stop)
+        make(tmp_path / "cache", bad, status=2, on_bad_record="skip")
+    assert "bad.jsonl:2 is not JSON" in make(tmp_path / "cache", bad, status=2)
+    make(tmp_path / "cache", bad, on_bad_record="skip")
+    assert (tmp_path / "cache" / token_cache.CACHE).exists()
 
 
 @pytest.mark.skipif(not (SHARED / "austen.txt").exists(), reason="needs ../shared/data/austen.txt")
@@ -261,6 +277,8 @@ def test_a_tokenizer_is_trained_on_a_corpus_and_read_again(tmp_path, corpus):
     with contextlib.redirect_stdout(io.StringIO()) as text:
         assert run(tokenize.main, tokenize.arguments(), words) == 0
     assert "300 ids" in text.getvalue()
+    made = (out / "tokenizer.json").read_bytes()
+    assert run(tokenize.main, tokenize.arguments(), words) == 2 and (out / "tokenizer.json").read_bytes() == made
     data = open_data(DataConfig(train=(str(corpus[0]),), tokenizer=str(out), sequence_length=16), 300)
     assert data.tokenizer.eos_id == 0 and data.train.bytes / data.train.targets > 1.5
     shutil.rmtree(out)

@@ -65,6 +65,19 @@ def test_ids_that_the_model_does_not_have_are_seen_when_a_file_is_opened(tmp_pat
         read(tmp_path / "a.bin")
 
 
+def test_uint32_ids_are_not_read_as_uint16_without_a_word(tmp_path):
+    for count in (8, 5000):
+        np.arange(1, count + 1).astype(np.uint32).tofile(tmp_path / "wide.bin")
+        with pytest.raises(DeclarationError, match="every second uint16 of it is 0, as in a file of uint32"):
+            read_bin(tmp_path / "wide.bin", dtype="auto", vocab_size=300, limit=9000)
+        assert len(read_bin(tmp_path / "wide.bin", dtype="uint32", vocab_size=300, limit=9000)) == count
+        assert len(read_bin(tmp_path / "wide.bin", dtype="uint16", vocab_size=300, limit=9000)) == 2 * count
+    odd = np.arange(5000) % 2
+    for tokens in (odd + 1, 0 * odd, 1 - odd + (np.arange(5000) == 4999)):
+        tokens.astype(np.uint16).tofile(tmp_path / "narrow.bin")
+        assert len(read_bin(tmp_path / "narrow.bin", dtype="auto", vocab_size=300, limit=300)) == 5000
+
+
 def test_damage_is_named(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(DeclarationError, match="3 bytes, which is no whole number of uint16"):
