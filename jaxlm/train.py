@@ -75,8 +75,8 @@ def run(flags: argparse.Namespace, workdir: pathlib.Path, config: Config, remark
         return 0
     weights = starting_point.check(point, job, data, flags.allow_change)
     origin, next_batch, lines = starting_point.order(point, data, config)
-    order = data.mixture(config.train.global_batch_size, config.data.seed, origin)
-    batches = order.batches(config.data.epochs)
+    order = data.mixture(config.train.global_batch_size, config.data.seed, origin, config.data.epochs)
+    batches = order.batches
     if batches is not None and start + batches - next_batch < stop_at:
         stop_at = start + max(batches - next_batch, 0)
         lines.append(f"data: config.data.epochs = {config.data.epochs} ends it at step {stop_at}")
@@ -230,18 +230,14 @@ def run_from(
     checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)
     shardings = job.batch_shardings()
     left_out = int(state["counters"]["left_out"])
-    all_batches = order.batches(config.data.epochs)
-    last = config.train.steps if all_batches is None else min(config.train.steps, all_batches - left_out)
+    last = config.train.steps if order.batches is None else min(config.train.steps, order.batches - left_out)
     stop_at = min(stop_at, last)  # batches that are left out end the data earlier
     batches = train_batches(
         order,
-        batch_size=config.train.global_batch_size,
-        seed=config.data.seed,
         start_step=start + left_out,
         rows=rows_of(shardings["inputs"], config.train.global_batch_size),
         workers=config.data.workers,
         prefetch=4 if config.data.workers else 0,
-        epochs=config.data.epochs,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)

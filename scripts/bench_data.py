@@ -18,6 +18,7 @@ import time
 import numpy as np
 
 from jaxlm.data.examples import Examples
+from jaxlm.data.mixture import alone
 from jaxlm.data.packing import pack
 from jaxlm.data.streams import Stream
 from jaxlm.data.token_files import mapped
@@ -54,7 +55,7 @@ def plain_grain(tokens: np.ndarray, threads: int):
 def ours(examples, workers: int):
     from jaxlm.data import train_batches
 
-    return train_batches(examples, batch_size=ROWS, seed=SEED, prefetch=16, workers=workers)
+    return train_batches(alone(examples, ROWS, SEED), prefetch=16, workers=workers)
 
 
 def make_tokens(folder: pathlib.Path, size: int) -> tuple[np.ndarray, np.ndarray]:

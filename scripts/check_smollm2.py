@@ -97,7 +97,7 @@ def finetune(flags) -> bool:
             starting_point.check(point, job, data, False)
             state = starting_point.load(point, job)
         step, shardings, rows = compile_train_step(job), job.batch_shardings(), []
-        with place(train_batches(data.train, batch_size=8, seed=0, rows=rows_of(shardings["inputs"], 8)), shardings) as feed:
+        with place(train_batches(data.mixture(8, 0), rows=rows_of(shardings["inputs"], 8)), shardings) as feed:
             for _ in range(flags.steps):
                 state, metrics = step(state, next(feed))
                 rows.append((float(metrics["loss"]), float(metrics["grad_norm"])))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.data.examples import Examples
-from jaxlm.data.mixture import Mixture, alone
+from jaxlm.data.mixture import Mixture
 from jaxlm.data.order import key, permute
 
 ENDLESS = 2 ** 48                              # steps
@@ -63,27 +63,23 @@ def _check_rows(rows: Sequence[int] | None, batch_size: int) -> np.ndarray:
     return out
 
 
-def train_batches(examples: Examples | Mixture, *, batch_size: int, seed: int, start_step: int = 0,
-                  rows: Sequence[int] | None = None, prefetch: int = 4, workers: int = 1, epochs: int | None = None) -> Batches:
-    """Batches for training, without end unless `epochs` says one.
+def train_batches(mixture: Mixture, *, start_step: int = 0, rows: Sequence[int] | None = None, prefetch: int = 4,
+                  workers: int = 1) -> Batches:
+    """Batches for training.
 
     Args:
-      examples: of one source, or a mixture that was made for this batch size and seed.
-      batch_size: examples per step, over all processes.
-      seed: seed of the order.
+      mixture: the order of the examples.
       start_step: step of the first batch.
       rows: rows of the global batch to read (None: all).
       prefetch: batches read ahead (0: read when asked).
       workers: threads that read ahead.
-      epochs: passes over the data.
 
     Returns:
       An iterator of dicts: inputs, targets int32 [n, L], mask bool [n, L], example int32 [n] (the row's number in the batch), and
       for packed examples positions, segment_ids int32 [n, L].
     """
+    batch_size, seed, first, end = mixture.batch_size, mixture.seed, mixture.origin.batch, mixture.end
     chosen = _check_rows(rows, batch_size)
-    mixture = examples if isinstance(examples, Mixture) else alone(examples, batch_size, seed)
-    first, end, batches = mixture.origin.batch, mixture.end(epochs), mixture.batches(epochs)
 
     @functools.lru_cache(maxsize=2 + workers)
     def order_of(block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -113,8 +109,8 @@ def train_batches(examples: Examples | Mixture, *, batch_size: int, seed: int, s
                     out.setdefault(name, np.empty((len(chosen), *array.shape[1:]), array.dtype))[mine] = array
         return {**out, "example": chosen.astype(np.int32)}
 
-    return Batches(assemble, start=start_step, stop=ENDLESS if batches is None else batches, batch_size=batch_size, rows=chosen,
-                   prefetch=prefetch, workers=workers)
+    stop = ENDLESS if mixture.batches is None else mixture.batches
+    return Batches(assemble, start=start_step, stop=stop, batch_size=batch_size, rows=chosen, prefetch=prefetch, workers=workers)
 
 
 def eval_batches(examples: Examples, *, batch_size: int, rows: Sequence[int] | None = None, limit: int | None = None,

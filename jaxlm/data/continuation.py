@@ -5,8 +5,11 @@ size, sources that came or went), every source goes on with the example after it
 over. Where a source's examples or their order changed (sequence length, packing, seed, text, tokenizer), the ones that it had
 given are none of the next ones, and it goes on with its next epoch; what was left of the last one is passed over. The latter is
 never done unasked.
+
+Where the data had ended inside a batch and may be passed more often now, the next example is the first of the next batch.
 """
 
+import dataclasses
 from typing import Any
 
 from jaxlm.config import Config
@@ -43,10 +46,20 @@ def origin_of(saved: dict[str, Any] | None, next_batch: int, data: Data, config:
     """
     if saved is None:
         return Origin(), []
-    new = described(data.mixture(config.train.global_batch_size, config.data.seed), data, config, 0)
-    changed = [name for name in ("names", "stages", "batch_size", *CUT, "sha256") if new[name] != saved.get(name, new[name])]
+    mixture = data.mixture(config.train.global_batch_size, config.data.seed)
+    new = described(mixture, data, config, 0)
+    changed = [name for name in ("names", "stages", "batch_size", *CUT) if new[name] != saved.get(name, new[name])]
+    given = dict(zip(saved["names"], zip(saved["taken"], saved["examples"], saved["sha256"])))
+    if any(digest != given[name][2] for name, digest in zip(new["names"], new["sha256"]) if name in given):
+        changed.append("sha256")
     if not changed:
-        return Origin(saved["origin"]["batch"], tuple(saved["origin"]["taken"])), []
+        origin, taken = Origin(saved["origin"]["batch"], tuple(saved["origin"]["taken"])), tuple(saved["taken"])
+        order = dataclasses.replace(mixture, origin=origin, epochs=config.data.epochs)
+        if sum(taken) < sum(order.taken(next_batch)):  # the last batch was partly empty, and there are more epochs now
+            return Origin(next_batch, taken), [
+                f"data: its end left batch {next_batch} partly empty; the epochs that come now begin with the next batch"
+            ]
+        return origin, []
     declared = [name for name in changed if name in SHARES + CUT]
     if declared and config.data.on_change == "refuse":
         said = "\n  ".join(f"{_WORDS[name]}: {_shown(name, saved)} -> {_shown(name, new)}" for name in declared)
@@ -55,7 +68,6 @@ def origin_of(saved: dict[str, Any] | None, next_batch: int, data: Data, config:
             "config.data.on_change = 'continue' lets every source go on after its last example, and from its next "
             "epoch where its examples are cut anew."
         )
-    given = dict(zip(saved["names"], zip(saved["taken"], saved["examples"], saved["sha256"])))
     taken, lines = [], []
     for name, size, digest in zip(new["names"], new["examples"], new["sha256"]):
         count, old_size, old_digest = given.get(name, (0, 1, None))

@@ -57,9 +57,9 @@ class Data:
         """The examples of the only source; None when there are none, or several."""
         return next(iter(self.sources.values())) if len(self.sources) == 1 else None
 
-    def mixture(self, batch_size: int, seed: int, origin: Origin = Origin()) -> Mixture:
+    def mixture(self, batch_size: int, seed: int, origin: Origin = Origin(), epochs: int | None = None) -> Mixture:
         """The order of training's examples."""
-        return Mixture(tuple(self.sources), tuple(self.sources.values()), self.stages, batch_size, seed, origin)
+        return Mixture(tuple(self.sources), tuple(self.sources.values()), self.stages, batch_size, seed, origin, epochs)
 
     def lines(self) -> list[str]:
         """What was found, in words."""
@@ -198,10 +198,8 @@ def _fingerprint(examples: Examples | PackedExamples) -> str:
     digest, stream = hashlib.sha256(), examples.stream
     if stream.fingerprint:
         return hashlib.sha256(stream.fingerprint.encode()).hexdigest()
-    for part in stream.parts:  # in memory: the tokens, as the examples' windows see them
+    for part in stream.parts:  # in memory
         digest.update(np.ascontiguousarray(part))
-    if isinstance(examples, Examples):
-        digest.update(np.ascontiguousarray(stream.read(0, examples.length)))
     for part in stream.loss or ():
         digest.update(np.ascontiguousarray(part))
     return digest.hexdigest()

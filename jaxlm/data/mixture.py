@@ -138,6 +138,7 @@ class Mixture:
       batch_size: examples of a batch.
       seed: of the order.
       origin: where this order is counted from.
+      epochs: passes over a source after which the order ends; None: never.
     """
 
     names: tuple[str, ...]
@@ -146,6 +147,7 @@ class Mixture:
     batch_size: int
     seed: int
     origin: Origin = Origin()
+    epochs: int | None = None
 
     @functools.cached_property
     def _begun(self) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
@@ -202,6 +204,7 @@ class Mixture:
     def taken(self, batch: int) -> tuple[int, ...]:
         """How many examples of each source the batches before `batch` hold, those before the origin included."""
         number = max(batch - self.origin.batch, 0) * self.batch_size
+        number = number if self.end is None else min(number, self.end)
         stage = max(i for i, (first, _, _) in enumerate(self._begun) if first <= number)
         first, quotas, taken = self._begun[stage]
         return tuple((taken + self._within(stage, quotas, number - first)).tolist())
@@ -211,14 +214,15 @@ class Mixture:
         taken = self.taken(batch)
         return {name: count / max(sum(taken), 1) for name, count in zip(self.names, taken)} if len(taken) > 1 else {}
 
-    def end(self, epochs: int | None) -> int | None:
+    @functools.cached_property
+    def end(self) -> int | None:
         """The number of the first example that there is none of, because a source has been passed `epochs` times; None: endless.
 
         Where sources run out at different places, the first one ends it: the shares hold up to the end.
         """
-        if epochs is None:
+        if self.epochs is None:
             return None
-        limits = np.array([epochs * len(source) for source in self.sources])
+        limits = np.array([self.epochs * len(source) for source in self.sources])
         if len(self.sources) == 1:
             return max(int(limits[0] - self._begun[0][2][0]), 0)
         for stage, (first, quotas, taken) in enumerate(self._begun):
@@ -233,12 +237,12 @@ class Mixture:
                 return number
         raise AssertionError("the last stage has no end")
 
-    def batches(self, epochs: int | None) -> int | None:
+    @property
+    def batches(self) -> int | None:
         """The number of batches there are, all told; the last of them may be partly empty. None: endless."""
-        end = self.end(epochs)
-        return None if end is None else self.origin.batch + -(-end // self.batch_size)
+        return None if self.end is None else self.origin.batch + -(-self.end // self.batch_size)
 
 
-def alone(examples: Any, batch_size: int, seed: int, origin: Origin = Origin()) -> Mixture:
+def alone(examples: Any, batch_size: int, seed: int, epochs: int | None = None) -> Mixture:
     """The order of one source's examples."""
-    return Mixture(("train",), (examples,), ((0, (BLOCK,)),), batch_size, seed, origin)
+    return Mixture(("train",), (examples,), ((0, (BLOCK,)),), batch_size, seed, epochs=epochs)

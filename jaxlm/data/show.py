@@ -64,10 +64,8 @@ def histogram(lengths: np.ndarray) -> list[str]:
 def show(data: Data, config: Config, count: int) -> Iterator[str]:
     """The first `count` examples of training, the counts of the sources and the lengths of their documents."""
     yield from data.lines()
-    mixture = data.mixture(config.train.global_batch_size, config.data.seed)
-    batches = train_batches(
-        mixture, batch_size=mixture.batch_size, seed=mixture.seed, prefetch=0, epochs=config.data.epochs
-    )
+    mixture = data.mixture(config.train.global_batch_size, config.data.seed, epochs=config.data.epochs)
+    batches = train_batches(mixture, prefetch=0)
     rows = ((n, {k: v[r] for k, v in batch.items()}) for n, batch in enumerate(batches) for r in range(mixture.batch_size))
     for number, (batch, row) in enumerate(itertools.islice(rows, count)):
         whose, which = (int(array[0]) for array in mixture.locate(np.array([number])))

@@ -59,7 +59,7 @@ def curve(config: Config, num_devices: int, steps: int = 50) -> tuple[np.ndarray
     data = open_data(config.data, config.model.vocab_size)
     shardings = job.batch_shardings()
     size = config.train.global_batch_size
-    batches = train_batches(data.train, batch_size=size, seed=0, rows=rows_of(shardings["inputs"], size))
+    batches = train_batches(data.mixture(size, 0), rows=rows_of(shardings["inputs"], size))
     rows = []
     with place(Telling(batches, config.model.vocab_size), shardings) as feed:
         for _ in range(steps):

@@ -78,6 +78,13 @@ def test_the_data_end_when_they_are_declared_to(corpus, tmp_path):
     assert f"config.data.epochs = 1 ends it at step {last}" in out and f"finished at step {last}" in out
     assert rows[-1]["eval_loss"] > 0
     config = load_config(str(tmp_path / "config.json"))
-    assert round(sum(row["target_share"] for row in rows if "loss" in row) * 8 * config.data.sequence_length) == sum(
-        len(json.loads(line)["text"]) + 1 for line in (corpus / "a.jsonl").read_text().splitlines())
+    tokens = sum(len(json.loads(line)["text"]) + 1 for line in (corpus / "a.jsonl").read_text().splitlines())
+
+    def targets():
+        rows = read_rows(tmp_path / "metrics.jsonl")
+        return round(sum(row["target_share"] for row in rows if "loss" in row) * 8 * config.data.sequence_length)
+
+    assert targets() == tokens
     assert "its data ended at step" in run("train", *keys(corpus, tmp_path, **options))
+    out = run("train", *keys(corpus, tmp_path, **options | {"data.epochs": 2}))
+    assert f"data: its end left batch {last} partly empty" in out and targets() == 2 * tokens, "the next epoch, whole"

@@ -49,7 +49,7 @@ def curve(config, count, workdir):
     assert "parameters alone" in starting_point.check(point, job, data, False)
     state, step, shardings = starting_point.load(point, job), compile_train_step(job), job.batch_shardings()
     size, rows = config.train.global_batch_size, []
-    batches = train_batches(data.train, batch_size=size, seed=0, rows=rows_of(shardings["inputs"], size))
+    batches = train_batches(data.mixture(size, 0), rows=rows_of(shardings["inputs"], size))
     with place(batches, shardings) as feed:
         for _ in range(config.train.steps):
             state, metrics = step(state, next(feed))

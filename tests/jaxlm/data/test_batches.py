@@ -9,14 +9,15 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxlm.data import Examples, eval_batches, train_batches
+from jaxlm.data.mixture import alone
 
 
 def ring(size, length):
     return Examples.ring(np.arange(size, dtype=np.uint16), length, size)
 
 
-def take(count, *arguments, **options):
-    batches = train_batches(*arguments, **options)
+def take(count, examples, *, batch_size, seed, **options):
+    batches = train_batches(alone(examples, batch_size, seed), **options)
     out = list(itertools.islice(batches, count))
     batches.close()
     return out
@@ -74,7 +75,7 @@ def test_a_batch_has_the_agreed_arrays():
 def test_rows_outside_the_batch_are_refused():
     for rows in ([], [4], [-1]):
         with pytest.raises(ValueError, match="batch of 4"):
-            train_batches(ring(100, 8), batch_size=4, seed=0, rows=rows)
+            train_batches(alone(ring(100, 8), 4, 0), rows=rows)
 
 
 def test_a_start_far_along_costs_no_replay():
@@ -107,7 +108,7 @@ def test_evaluation_can_stop_early_and_then_is_over():
 
 def test_closing_ends_reading_ahead():
     before = set(threading.enumerate())
-    batches = train_batches(ring(100, 8), batch_size=4, seed=0, prefetch=3)
+    batches = train_batches(alone(ring(100, 8), 4, 0), prefetch=3)
     next(batches)
     assert set(threading.enumerate()) - before, "something was reading ahead"
     batches.close()

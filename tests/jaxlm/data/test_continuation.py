@@ -61,6 +61,7 @@ def test_another_order_is_refused_unless_a_rule_is_declared(texts, change, words
         resume(config(texts, **change), order, 7)
     assert words in str(error.value) and "config.data.on_change = 'continue'" in str(error.value)
     origin, lines = resume(config(texts, **change, on_change="continue"), order, 7)
+    assert "the tokens" not in lines[0], "they are the same"
     assert origin.batch == 7 and "a new order from batch 7 on" in lines[0]
     assert before.data.on_change == "refuse"
 
@@ -73,9 +74,9 @@ def test_other_weights_and_batch_sizes_repeat_nothing_before_an_epoch_is_over(te
     origin, lines = resume(second, saved(first, 5), 5)
     assert origin == Origin(5, order.taken(5)) and len(lines) == 1
     after = open_data(second.data, 257).mixture(6, 0, origin)
-    batches = [*itertools.islice(train_batches(order, batch_size=BATCH, seed=0, prefetch=0), 5),
-               *itertools.islice(train_batches(after, batch_size=6, seed=0, start_step=5, prefetch=0), 4)]
-    alone = {name: train_batches(data.mixture(BATCH, 0), batch_size=BATCH, seed=0, prefetch=0) for name in "ab"}
+    batches = [*itertools.islice(train_batches(order, prefetch=0), 5),
+               *itertools.islice(train_batches(after, start_step=5, prefetch=0), 4)]
+    alone = {name: train_batches(data.mixture(BATCH, 0), prefetch=0) for name in "ab"}
     seen = {name: [r for b in batches for r in b["targets"].tolist() if (r[0] >= 97) == (name == "a")] for name in "ab"}
     for name in "ab":
         whole = [r for b in itertools.islice(alone[name], 40) for r in b["targets"].tolist() if (r[0] >= 97) == (name == "a")]
@@ -96,7 +97,7 @@ def test_killed_at_any_moments_and_changed_meanwhile_every_source_goes_through_i
         if now == last:
             assert origin == Origin(order["origin"]["batch"], tuple(order["origin"]["taken"])), "the same order goes on"
         mixture = data.mixture(batch_size, 0, origin)
-        for step, found in enumerate(train_batches(mixture, batch_size=batch_size, seed=0, start_step=batch, prefetch=0)):
+        for step, found in enumerate(train_batches(mixture, start_step=batch, prefetch=0)):
             if step == count:
                 break                          # the checkpoint; what comes now is lost
             numbers = (batch + step - origin.batch) * batch_size + np.arange(batch_size)
@@ -117,7 +118,7 @@ def test_examples_that_are_cut_anew_begin_with_the_next_epoch(texts):
     epochs = [-(-taken // old) for taken, old in zip(order["taken"], order["examples"])]
     assert origin == Origin(10, tuple(epoch * size for epoch, size in zip(epochs, sizes)))
     assert "goes on with epoch 2, and 40.0% of epoch 1 is passed over" in " ".join(lines)
-    batch = next(train_batches(open_data(second.data, 257).mixture(BATCH, 0, origin), batch_size=BATCH, seed=0, start_step=10,
+    batch = next(train_batches(open_data(second.data, 257).mixture(BATCH, 0, origin), start_step=10,
                                prefetch=0))
     assert batch["inputs"].shape == (BATCH, 16)
 
@@ -128,6 +129,29 @@ def test_a_text_that_changed_begins_anew_and_the_others_go_on(texts):
     (texts / "b.txt").write_bytes(b"another text " * 20)
     origin, lines = resume(first, order, 6)              # --allow_change has been asked for before
     assert origin.taken[0] == order["taken"][0] and origin.taken[1] % 33 == 0 and "'b' are cut anew" in " ".join(lines)
+
+
+@pytest.mark.parametrize("weights, names", [((1,), ("a",)), ((3, 1), ("a", "b"))])
+def test_more_epochs_begin_behind_the_last_example_that_was_there(texts, weights, names):
+    """An epoch that ended inside a batch: the places behind its end hold no examples, and none is passed over for them."""
+    first, second = (config(texts, weights=weights, names=names, batch_size=7, epochs=n) for n in (1, 3))
+    data = open_data(first.data, 257)
+    before = data.mixture(7, 0, epochs=1)
+    last = before.batches
+    assert before.end % 7
+    order = described(before, data, first, last)
+    origin, lines = resume(second, order, last)
+    assert origin == Origin(last, tuple(order["taken"])) and "partly empty" in lines[0]
+    assert sum(origin.taken) == before.end and resume(first, order, last) == (Origin(), [])
+    after = data.mixture(7, 0, origin, 3)
+    rows = [tuple(row) for batch in [*train_batches(before, prefetch=0), *train_batches(after, start_step=last, prefetch=0)]
+            for row, mask in zip(batch["targets"], batch["mask"]) if mask.any()]
+    whole = data.mixture(7, 0, epochs=3)
+    want = [tuple(row) for batch in train_batches(whole, prefetch=0) for row, mask in zip(batch["targets"], batch["mask"])
+            if mask.any()]
+    assert sorted(rows) == sorted(want) if len(names) == 1 else len(rows) > 2 * before.end
+    order = described(after, data, second, last + 2)
+    assert resume(second, order, last + 2) == (origin, []), "and from then on this is the order"
 
 
 def test_a_source_that_comes_new_begins_at_its_beginning(texts):

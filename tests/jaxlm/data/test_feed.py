@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxlm.data import Examples, eval_batches, train_batches
 from jaxlm.data.feed import place, rows_of
+from jaxlm.data.mixture import alone
 from partitioning.declaration import DeclarationError
 
 EXAMPLES = Examples.ring(np.arange(500, dtype=np.uint16), 8, 500)
@@ -51,8 +52,8 @@ def ones(step):
 def test_batches_are_global_arrays_with_the_declared_shardings(rows, length):
     layout = shardings(rows, length)
     assert rows_of(layout["inputs"], 8).tolist() == list(range(8))
-    expected = train_batches(EXAMPLES, batch_size=8, seed=1)
-    with place(train_batches(EXAMPLES, batch_size=8, seed=1), layout) as feed:
+    expected = train_batches(alone(EXAMPLES, 8, 1))
+    with place(train_batches(alone(EXAMPLES, 8, 1)), layout) as feed:
         for want, batch in itertools.islice(zip(expected, feed), 3):
             for name, array in batch.items():
                 assert array.sharding == layout[name] and array.dtype == want[name].dtype
@@ -149,21 +150,22 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxlm.data import Examples, train_batches
 from jaxlm.data.feed import place, rows_of
-from jaxlm.data.mixture import BLOCK, Mixture
+from jaxlm.data.mixture import BLOCK, Mixture, alone
 from jaxlm.data.packing import pack
 from jaxlm.data.streams import Stream
 tokens = np.arange(500, dtype=np.uint16)
 packed = [pack(Stream((tokens,), np.append(np.arange(n, 500, n), 500)), 8, None, 0, 0) for n in (3, 7)]
-orders = Examples.ring(tokens, 8, 500), Mixture(("a", "b"), tuple(packed), ((0, (BLOCK // 2, BLOCK // 2)),), 8, 1)
+two = Mixture(("a", "b"), tuple(packed), ((0, (BLOCK // 2, BLOCK // 2)),), 8, 1, epochs=1)
+orders = alone(Examples.ring(tokens, 8, 500), 8, 1, 1), two
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4).T, ("data", "tensor"))     # both processes hold each of the 4 groups of rows
 for axes, count in (("data", 8), ("tensor", 4), (("tensor", "data"), 4)):
     wide, narrow = NamedSharding(mesh, P(axes)), NamedSharding(mesh, P(axes))
     rows = rows_of(wide, 8)
     assert len(rows) == count, rows
     for order in orders:
-        whole = list(train_batches(order, batch_size=8, seed=1, epochs=1))
+        whole = list(train_batches(order))
         layout = {name: wide if array.ndim == 2 else narrow for name, array in whole[0].items()}
-        with place(train_batches(order, batch_size=8, seed=1, rows=rows, epochs=1), layout) as feed:
+        with place(train_batches(order, rows=rows), layout) as feed:
             found = list(feed)
         assert len(found) == len(whole) > 5, "both processes end together"
         for one, batch in zip(whole, found):

@@ -30,11 +30,11 @@ def packed_source(name, sizes, length=4):
 
 
 def mixture(weights=(5, 3, 2), sizes=(50, 40, 30), stages=(), batch_size=4, seed=0, origin=Origin(), temperature=1.0,
-            packed=False):
+            packed=False, epochs=None):
     names = NAMES[:len(weights)]
     quotas = [(0, quotas_of(weights, temperature, names, "k")), *((b, quotas_of(w, 1.0, names, "k")) for b, w in stages)]
     sources = (packed_source(n, [s % 7, 1, s - 1 - s % 7]) if packed else source(n, s) for n, s in zip(names, sizes))
-    return Mixture(names, tuple(sources), tuple(quotas), batch_size, seed, origin)
+    return Mixture(names, tuple(sources), tuple(quotas), batch_size, seed, origin, epochs)
 
 
 weights = st.lists(st.sampled_from([0.5, 1, 2, 7]), min_size=2, max_size=3)
@@ -47,12 +47,12 @@ def test_rows_of_any_processes_from_any_resume_are_rows_of_the_one_order(w, late
     """The global batch is the same for 1, 2 or 4 processes, and after a kill at any step, of documents cut or packed, with an
     end or without."""
     later = tuple((b, x[:len(w)]) for b, x in later if any(x[:len(w)]))
-    how = dict(packed=data.draw(st.booleans()), stages=later, batch_size=batch_size, seed=seed)
-    options = dict(batch_size=batch_size, seed=seed, prefetch=0, epochs=data.draw(st.sampled_from([None, 1, 2])))
-    whole = list(itertools.islice(train_batches(mixture(w, **how), **options), start + 3))
+    how = dict(packed=data.draw(st.booleans()), stages=later, batch_size=batch_size, seed=seed,
+               epochs=data.draw(st.sampled_from([None, 1, 2])))
+    whole = list(itertools.islice(train_batches(mixture(w, **how), prefetch=0), start + 3))
     cuts = sorted(data.draw(st.sets(st.integers(1, batch_size), max_size=3)) | {0, batch_size})
     again = mixture(w, **how)
-    parts = [list(itertools.islice(train_batches(again, start_step=start, rows=range(a, b), **options), 3))
+    parts = [list(itertools.islice(train_batches(again, start_step=start, rows=range(a, b), prefetch=0), 3))
              for a, b in itertools.pairwise(cuts)]
     assert {len(part) for part in parts} == {max(len(whole) - start, 0)}, "all processes end together"
     for step, pieces in enumerate(zip(*parts)):
@@ -105,22 +105,23 @@ def test_other_weights_at_a_resume_are_a_stage_that_goes_on_with_each_sources_ne
 
 @pytest.mark.parametrize("weights_, epochs", [((3, 1), 1), ((1, 1), 2), ((1, 9), 3)])
 def test_the_data_end_where_the_first_source_would_come_once_more(weights_, epochs):
-    order = mixture(weights_, (50, 40))
-    batches = list(train_batches(order, batch_size=4, seed=0, prefetch=0, epochs=epochs))
-    assert len(batches) == order.batches(epochs)
+    order = mixture(weights_, (50, 40), epochs=epochs)
+    batches = list(train_batches(order, prefetch=0))
+    assert len(batches) == order.batches
     counts = collections.Counter(t for batch in batches for t in batch["targets"][batch["mask"]].tolist())
     assert max(counts.values()) <= epochs
     out = [s for s, (first, size) in enumerate(((0, 50), (1000, 40))) if all(counts[first + i] == epochs for i in range(size))]
     assert len(out) >= 1, "one source was passed whole"
-    end = order.end(epochs)
+    end = order.end
     whose, which = order.locate(np.arange(end + 1))
     assert which[end] == epochs * len(order.sources[whose[end]])
+    assert order.taken(order.batches) == tuple(np.bincount(whose[:end])), "places behind the end hold no example"
 
 
 def test_mixtures_of_packed_documents_count_every_token_once_in_an_epoch():
     sources = packed_source("a", [3, 9, 2, 7]), packed_source("b", [5, 5, 1])
-    order = Mixture(("a", "b"), sources, ((0, (BLOCK // 2,) * 2),), 3, 5)
-    batches = list(train_batches(order, batch_size=3, seed=5, prefetch=0, epochs=1))
+    order = Mixture(("a", "b"), sources, ((0, (BLOCK // 2,) * 2),), 3, 5, epochs=1)
+    batches = list(train_batches(order, prefetch=0))
     assert set(batches[0]) == {"inputs", "targets", "mask", "positions", "segment_ids", "example"}
     counts = collections.Counter(t for batch in batches for t in batch["targets"][batch["mask"]].tolist())
     assert max(counts.values()) == 1 and all(counts[1000 + i] == 1 for i in range(11)), "the smaller source is passed whole"

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jaxlm.data import eval_batches, train_batches
+from jaxlm.data.mixture import alone
 from jaxlm.data.packing import best_fit, pack
 from jaxlm.data.streams import Stream
 
@@ -95,7 +96,7 @@ def test_a_token_that_equals_the_padding_is_a_target_all_the_same():
 @hypothesis.given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(1, 5), st.integers(1, 3))
 def test_an_epoch_of_batches_accounts_for_every_token(sizes, batch_size, epochs):
     packed = pack(stream_of(sizes), 8, None, CONTEXT, 1)
-    batches = list(train_batches(packed, batch_size=batch_size, seed=3, prefetch=0, epochs=epochs))
+    batches = list(train_batches(alone(packed, batch_size, 3, epochs), prefetch=0))
     counts = collections.Counter(t for batch in batches for t in batch["targets"][batch["mask"]].tolist())
     assert counts == {t: epochs for t in range(sum(sizes))}
     assert len(batches) == -(-epochs * len(packed) // batch_size)
