@@ -30,7 +30,11 @@ def described(mixture: Mixture, data: Data, config: Config, next_batch: int) -> 
         "stages": [[batch, list(quotas)] for batch, quotas in mixture.stages],
         "batch_size": mixture.batch_size,
         **{name: getattr(config.data, name) for name in CUT},
-        "origin": {"batch": mixture.origin.batch, "taken": list(mixture.origin.taken)},
+        "origin": {
+            "batch": mixture.origin.batch,
+            "taken": list(mixture.origin.taken),
+            "gone": [list(facts) for facts in mixture.origin.gone],
+        },
         "taken": list(mixture.taken(next_batch)),
     }
 
@@ -49,14 +53,15 @@ def origin_of(saved: dict[str, Any] | None, next_batch: int, data: Data, config:
     mixture = data.mixture(config.train.global_batch_size, config.data.seed)
     new = described(mixture, data, config, 0)
     changed = [name for name in ("names", "stages", "batch_size", *CUT) if new[name] != saved.get(name, new[name])]
-    given = dict(zip(saved["names"], zip(saved["taken"], saved["examples"], saved["sha256"])))
+    gone = tuple((name, *facts) for name, *facts in saved["origin"].get("gone", ()))
+    given = {name: facts for name, *facts in (*gone, *zip(saved["names"], saved["taken"], saved["examples"], saved["sha256"]))}
     if any(digest != given[name][2] for name, digest in zip(new["names"], new["sha256"]) if name in given):
         changed.append("sha256")
     if not changed:
-        origin, taken = Origin(saved["origin"]["batch"], tuple(saved["origin"]["taken"])), tuple(saved["taken"])
+        origin, taken = Origin(saved["origin"]["batch"], tuple(saved["origin"]["taken"]), gone), tuple(saved["taken"])
         order = dataclasses.replace(mixture, origin=origin, epochs=config.data.epochs)
         if sum(taken) < sum(order.taken(next_batch)):  # the last batch was partly empty, and there are more epochs now
-            return Origin(next_batch, taken), [
+            return Origin(next_batch, taken, gone), [
                 f"data: its end left batch {next_batch} partly empty; the epochs that come now begin with the next batch"
             ]
         return origin, []
@@ -82,7 +87,8 @@ def origin_of(saved: dict[str, Any] | None, next_batch: int, data: Data, config:
                 f"{1 - count % old_size / old_size:.1%} of epoch {epochs} is passed over"
             )
     lines.insert(0, f"data: a new order from batch {next_batch} on ({', '.join(_WORDS[name] for name in changed)} changed)")
-    return Origin(next_batch, tuple(taken)), lines
+    gone = tuple((name, *facts) for name, facts in given.items() if name not in new["names"])
+    return Origin(next_batch, tuple(taken), gone), lines
 
 
 _WORDS = {

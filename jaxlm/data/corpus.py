@@ -196,8 +196,11 @@ def _counts(name: str, examples: Sequence[Any]) -> dict[str, Any]:
 def _fingerprint(examples: Examples | PackedExamples) -> str:
     """What tells training examples from others."""
     digest, stream = hashlib.sha256(), examples.stream
+    if stream.ends is not None:
+        digest.update(np.ascontiguousarray(stream.ends))
     if stream.fingerprint:
-        return hashlib.sha256(stream.fingerprint.encode()).hexdigest()
+        digest.update(stream.fingerprint.encode())
+        return digest.hexdigest()
     for part in stream.parts:  # in memory
         digest.update(np.ascontiguousarray(part))
     for part in stream.loss or ():

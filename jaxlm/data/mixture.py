@@ -37,10 +37,11 @@ class Source:
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """Where the order is counted from: batch `batch` was the first of it, and source s had given `taken[s]` examples before.
-    `taken` empty: none."""
+    `taken` empty: none. `gone`: of sources that went, (name, taken, examples, sha256), for when they come again."""
 
     batch: int = 0
     taken: tuple[int, ...] = ()
+    gone: tuple[tuple[str, int, int, str], ...] = ()
 
 
 def declared_sources(train: Sequence[Any]) -> list[Source]:

@@ -160,6 +160,26 @@ def test_a_source_that_comes_new_begins_at_its_beginning(texts):
     assert origin == Origin(3, (12, 0))
 
 
+def test_a_source_that_comes_again_goes_on_after_its_last_example(texts):
+    both, only = config(texts, weights=(1, 1)), config(texts, weights=(1,), names=("a",), on_change="continue")
+    order = saved(both, 10)
+    away, _ = resume(only, order, 10)
+    assert away.gone == (("b", order["taken"][1], order["examples"][1], order["sha256"][1]),) and away.gone[0][1] > 0
+    meanwhile = json.loads(json.dumps(saved(only, 12, away)))
+    assert resume(only, meanwhile, 12) == (away, []), "what is gone is kept"
+    again, lines = resume(dataclasses.replace(both, data=dataclasses.replace(both.data, on_change="continue")), meanwhile, 12)
+    assert again == Origin(12, (meanwhile["taken"][0], order["taken"][1])) and len(lines) == 1
+
+
+def test_other_borders_between_the_same_letters_are_another_text(tmp_path):
+    lines, orders = (("abc", "defghij", "klm"), ("abcdef", "ghi", "jklm")), []
+    for texts in lines:
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        data = DataConfig(train=(str(tmp_path / "a.jsonl"),), sequence_length=8, eval_fraction=0.0, eos=False, pack="best_fit")
+        orders.append(saved(Config(data=data, train=TrainConfig(global_batch_size=2)), 3))
+    assert orders[0]["sha256"] != orders[1]["sha256"]
+
+
 def test_the_position_is_of_constant_size(texts):
     sizes = {len(repr(saved(config(texts), batch))) for batch in (10_000_000, 99_999_999)}
     assert max(sizes) - min(sizes) < 10 and max(sizes) < 1000
