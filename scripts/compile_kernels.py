@@ -1,6 +1,7 @@
 """What the compiler makes of the attention kernels for a GPU that is not here: registers, spills, shared memory, wgmma.
 
     python scripts/compile_kernels.py [--targets=a100,h200] [--widths=64,128] [--tiles=FORWARD,DQ,DKV each q.k.warps.stages]
+    python scripts/compile_kernels.py --backend=jax_triton     the kernels in Triton's own language (pip install '.[gpu]', too)
     python scripts/compile_kernels.py --elementwise     what XLA makes of RMSNorm, RoPE and SwiGLU
 
 Needs the CUDA compile wheels (pip install '.[compile]') and no GPU. Prints a row for each kernel, and with --json a list.
@@ -16,9 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KERNELS = {"_forward_kernel": "forward", "_d_query_kernel": "dq", "_d_key_value_kernel": "dk, dv"}
+TRITON_KERNELS = {"forward": "forward", "d_query": "dq", "d_key_value": "dk, dv"}
 ARCHITECTURES = {"a100": "sm_80", "h200": "sm_90a"}
 
 
@@ -35,7 +38,8 @@ def compiler() -> str:
 
 
 def compile_attention(target: str, width: int, form: dict) -> None:
-    """In this process: attention and its gradient, for one device of the target. XLA writes what it makes to a folder."""
+    """In this process: attention and its gradient, for one device of the target. Who compiles it writes it to a folder: XLA, or
+    jax-triton, which does so when it lowers."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
@@ -58,24 +62,26 @@ def compile_attention(target: str, width: int, form: dict) -> None:
 
     def total(q, k, v, ids):
         given = dict(q_segment_ids_BT=ids, k_segment_ids_BS=ids) if form["segments"] else {}
-        return attention(q, k, v, causal=not form["full"], window=form["window"], softcap=form["softcap"], backend="pallas",
-                         **given).astype(jnp.float32).sum()
+        return attention(q, k, v, causal=not form["full"], window=form["window"], softcap=form["softcap"],
+                         backend=form["backend"], **given).astype(jnp.float32).sum()
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jax.jit(jax.value_and_grad(total, (0, 1, 2))).lower(q, k, k, ids).compile()
+        lowered = jax.jit(jax.value_and_grad(total, (0, 1, 2))).lower(q, k, k, ids)
+        if form["backend"] == "pallas":
+            lowered.compile()
 
 
 def figures(target: str, width: int, form: dict) -> list[dict]:
-    """One dict for each kernel: registers, spills (bytes), shared (bytes), wgmma (their number)."""
+    """One dict for each kernel: registers, spills (bytes), shared (bytes), wgmma, mma and tf32 (their number)."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx --xla_gpu_dump_llvmir=true"
         code = f"import scripts.compile_kernels as c; c.compile_attention({target!r}, {width!r}, {form!r})"
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false",
-                       "PYTHONPATH": str(ROOT)}
+                       "JAX_TRITON_DUMP_DIR": folder, "PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
-        return _read(pathlib.Path(folder), target, width)
+        return list(_read(pathlib.Path(folder), target, width))
 
 
 def elementwise(target: str) -> list[dict]:
@@ -146,31 +152,39 @@ def _moved(text: str) -> tuple[int, int]:
 _DTYPES = {"bf16": "uint16", "f16": "float16", "f32": "float32", "s32": "int32", "pred": "bool"}
 
 
-def _read(folder: pathlib.Path, target: str, width: int) -> list[dict]:
-    thunks = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
-    rows = {}
-    for path in sorted(folder.glob("*.ptx")):
-        text = path.read_text()
-        entry = re.search(r"\.entry (\w+)\(", text)
-        name = next((label for part, label in KERNELS.items() if entry and part.strip("_") in entry[1]), None)
-        if name is None or name in rows:
-            continue
-        out = folder / "out.cubin"
+def _read(folder: pathlib.Path, target: str, width: int) -> Iterator[dict]:
+    for name, path, shared in _compiled(folder):
+        text, out = path.read_text(), folder / "out.cubin"
         said = subprocess.run([compiler(), "-v", f"-arch={ARCHITECTURES[target]}", str(path), "-o", str(out)],
                               capture_output=True, text=True)
         if said.returncode:
             raise RuntimeError(said.stderr[-2000:])
-        report = said.stderr[said.stderr.index(entry[1]):]
+        entry = re.search(r"\.entry (\w+)\(", text)[1]
+        report = said.stderr[said.stderr.index(entry):]
         stores, loads = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
-        shared = re.search(rf" {re.escape(entry[1])} grid.*?shared_memory: (\d+)", thunks)
-        rows[name] = {"target": target, "width": width, "kernel": name, "registers": int(re.search(r"Used (\d+) reg", report)[1]),
-                      "spills": stores + loads, "shared": int(shared[1]),
-                      "wgmma": len(re.findall(r"wgmma\.mma_async", text)), "mma": len(re.findall(r"\bmma\.sync", text))}
-    return list(rows.values())
+        yield {"target": target, "width": width, "kernel": name, "registers": int(re.search(r"Used (\d+) reg", report)[1]),
+               "spills": stores + loads, "shared": shared, "wgmma": len(re.findall(r"wgmma\.mma_async", text)),
+               "mma": len(re.findall(r"\bmma\.sync", text)), "tf32": len(re.findall(r"tf32", text))}
+
+
+def _compiled(folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path, int]]:
+    """Each kernel's name, the file of its PTX, and its shared memory in bytes."""
+    thunks = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
+    found = set()
+    for path in sorted(folder.glob("*.ptx")):          # XLA's
+        entry = re.search(r"\.entry (\w+)\(", path.read_text())
+        name = next((label for part, label in KERNELS.items() if entry and part.strip("_") in entry[1]), None)
+        if name is not None and name not in found:
+            found.add(name)
+            yield name, path, int(re.search(rf" {re.escape(entry[1])} grid.*?shared_memory: (\d+)", thunks)[1])
+    for path in sorted(folder.glob("*/*.ptx")):        # jax-triton's
+        yield TRITON_KERNELS[path.stem], path, int(re.search(r"shared_mem_bytes:\s*(\d+)",
+                                                             path.with_suffix(".compile_info").read_text())[1])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="pallas", choices=("pallas", "jax_triton"))
     parser.add_argument("--targets", default="a100,h200")
     parser.add_argument("--widths", default="64,128")
     parser.add_argument("--tiles", default="", help="of the three kernels, q.k.warps.stages each, instead of the table's")
@@ -183,7 +197,8 @@ def main():
     parser.add_argument("--elementwise", action="store_true")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    form = {name: getattr(flags, name) for name in ("tiles", "dtype", "groups", "window", "softcap", "segments", "full")}
+    parts = ("backend", "tiles", "dtype", "groups", "window", "softcap", "segments", "full")
+    form = {name: getattr(flags, name) for name in parts}
     targets = flags.targets.split(",")
     if flags.elementwise:
         os.environ["JAX_PLATFORMS"] = "cpu"

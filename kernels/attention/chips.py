@@ -43,19 +43,23 @@ for _causal in (True, False):
     TABLE[HOPPER, 2, _causal] = {
         64: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
         128: Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
-        256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+        256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2)),
     }
     TABLE[AMPERE, 2, _causal] = {
         64: Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
         128: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-        256: Tiles(Tile(64, 64, 8, 1), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
+        256: Tiles(Tile(64, 64, 8, 1), Tile(64, 32, 8, 1), Tile(16, 64, 8, 1)),
     }
-    for _generation in (HOPPER, AMPERE):
-        TABLE[_generation, 4, _causal] = {
-            64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-            128: Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-            256: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
-        }
+    TABLE[HOPPER, 4, _causal] = {
+        64: Tiles(Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(16, 64, 8, 1)),
+        128: Tiles(Tile(32, 16, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 4, 1)),
+        256: Tiles(Tile(32, 32, 8, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    }
+    TABLE[AMPERE, 4, _causal] = {
+        64: Tiles(Tile(64, 32, 8, 1), Tile(64, 16, 8, 1), Tile(16, 64, 8, 1)),
+        128: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(32, 32, 8, 1)),
+        256: Tiles(Tile(32, 16, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+    }
 
 
 def tiles_for(kind: str, itemsize: int, width: int, causal: bool) -> Tiles:

@@ -68,7 +68,7 @@ class _Pointer:
 
 
 def _interpreted(kernel, grid, constants, arrays, outputs):
-    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction, _patch_lang
 
     class OnHost(GridExecutor):
         """Takes arguments that are on the host already."""
@@ -86,6 +86,7 @@ def _interpreted(kernel, grid, constants, arrays, outputs):
     language = triton_kernels.tl
     compiled = {name: getattr(language, name) for name in ("max", "sum", "zeros")}
     with _ONE_AT_A_TIME:
+        scopes = [_patch_lang(one.fn) for one in compiled.values()]         # it does so itself, but does not take it back
         try:
             for name, one in compiled.items():
                 setattr(language, name, InterpretedFunction(one.fn))
@@ -93,6 +94,8 @@ def _interpreted(kernel, grid, constants, arrays, outputs):
         finally:
             for name, one in compiled.items():
                 setattr(language, name, one)
+            for scope in reversed(scopes):
+                scope.restore()
     return tuple(results)
 
 

@@ -82,25 +82,29 @@ def test_offsets_are_64_bits_wide_where_an_array_has_more_than_2_to_the_31_eleme
     assert offsets(2 ** 31 // (4096 * 64 * 128) + 1) == {"i64"}
 
 
+needs_jax_triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None,
+                                      reason="jax-triton is not installed (pip install '.[gpu]')")
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None,
                                     reason="XLA's compiler for NVIDIA GPUs is not installed (pip install '.[compile]')")
 
 
-@functools.cache
-def figures(target, width):
-    form = dict(tiles="", dtype="bfloat16", groups=4, window=None, softcap=None, segments=False, full=False)
+def figures(backend, target, width, dtype):
+    form = dict(backend=backend, tiles="", dtype=dtype, groups=4, window=None, softcap=None, segments=False, full=False)
     return compile_kernels.figures(target, width, form)
 
 
 @needs_compiler
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width, dtype", [(64, "bfloat16"), (128, "bfloat16"), (64, "float32")])
 @pytest.mark.parametrize("target, shared", [("a100", 163 * 1024), ("h200", 227 * 1024)])
-def test_compiled_they_spill_nothing_fit_into_shared_memory_and_use_what_hopper_has(target, shared, width):
-    rows = figures(target, width)
+@pytest.mark.parametrize("backend", ["pallas", pytest.param("jax_triton", marks=needs_jax_triton)])
+def test_compiled_they_spill_nothing_fit_into_shared_memory_and_use_what_hopper_has(backend, target, shared, width, dtype):
+    """In float32 there is nothing to use: tensor cores would multiply TF32."""
+    rows = figures(backend, target, width, dtype)
     assert {row["kernel"] for row in rows} == set(compile_kernels.KERNELS.values())
     for row in rows:
-        assert row["spills"] == 0 and 0 < row["shared"] <= shared, row
-        assert (row["wgmma"] > 0) == (target == "h200"), row
+        assert row["spills"] == 0 and 0 < row["shared"] <= shared and not row["tf32"], row
+        assert (row["wgmma"] > 0) == (target == "h200" and dtype == "bfloat16"), row
+        assert (row["mma"] > 0) == (target == "a100" and dtype == "bfloat16"), row
 
 
 def test_chips_are_known_by_the_names_that_jax_gives_them():
