@@ -55,7 +55,8 @@ def origin_of(saved: dict[str, Any] | None, next_batch: int, data: Data, config:
     changed = [name for name in ("names", "stages", "batch_size", *CUT) if new[name] != saved.get(name, new[name])]
     gone = tuple((name, *facts) for name, *facts in saved["origin"].get("gone", ()))
     given = {name: facts for name, *facts in (*gone, *zip(saved["names"], saved["taken"], saved["examples"], saved["sha256"]))}
-    if any(digest != given[name][2] for name, digest in zip(new["names"], new["sha256"]) if name in given):
+    others = any(digest != given[name][2] for name, digest in zip(new["names"], new["sha256"]) if name in given)
+    if others and not {"sequence_length", "pack"} & set(changed):  # of which the fingerprint of the same tokens is another
         changed.append("sha256")
     if not changed:
         origin, taken = Origin(saved["origin"]["batch"], tuple(saved["origin"]["taken"]), gone), tuple(saved["taken"])

@@ -194,15 +194,17 @@ def _counts(name: str, examples: Sequence[Any]) -> dict[str, Any]:
 
 
 def _fingerprint(examples: Examples | PackedExamples) -> str:
-    """What tells training examples from others."""
+    """What tells training examples from others. Checkpoints hold it, so it stays what it was in the first of them."""
     digest, stream = hashlib.sha256(), examples.stream
-    if stream.ends is not None:
-        digest.update(np.ascontiguousarray(stream.ends))
+    if isinstance(examples, PackedExamples) and stream.ends is not None:
+        digest.update(np.ascontiguousarray(stream.ends))  # the same tokens between other borders are packed otherwise
     if stream.fingerprint:
         digest.update(stream.fingerprint.encode())
         return digest.hexdigest()
-    for part in stream.parts:  # in memory
+    for part in stream.parts:  # in memory: the tokens, as the examples' windows see them
         digest.update(np.ascontiguousarray(part))
+    if isinstance(examples, Examples):
+        digest.update(np.ascontiguousarray(stream.read(0, examples.length)))
     for part in stream.loss or ():
         digest.update(np.ascontiguousarray(part))
     return digest.hexdigest()
