@@ -2,7 +2,8 @@
 
     python scripts/bench_kernels.py                     on a GPU: TFLOP/s at lengths 1k to 16k and widths 64, 128, 256
     python scripts/bench_kernels.py --step              a training step with each backend of this machine, length 2,048
-    python scripts/bench_kernels.py --sweep             values and gradients over many shapes and masks (interpreted on a CPU)
+    python scripts/bench_kernels.py --sweep             values and gradients over many shapes and masks (interpreted on a CPU,
+                                                        with the tiles of --tiles='NVIDIA H200')
 
 All backends run in turn, several rounds; figures are medians. A causal matrix counts half, recomputation does not count: forward
 4 * B * H * T * S * K / 2 operations, backward 2.5 times that.
@@ -13,7 +14,9 @@ import functools
 import itertools
 import json
 import statistics
+import sys
 import time
+from unittest import mock
 
 import numpy as np
 
@@ -145,20 +148,26 @@ def step(flags):
 
 
 def sweep(flags):
-    """Values and gradients of a backend in float32 over a grid of shapes and masks, against float64."""
+    """Values and gradients of a backend in float32 over a grid of shapes and masks, against float64: 1 if any is wrong."""
     import jax
 
+    from kernels.attention import chips, flash
     from tests.kernels import grid
     interpret = jax.devices()[0].platform == "cpu" and flags.backend in ("pallas", "jax_triton")
-    cases, worst = grid.whole()[::flags.every], {}
-    for number, case in enumerate(cases):
-        errors = grid.errors(case, flags.backend, interpret)
-        worst = {name: max(error, worst.get(name, 0.0)) for name, error in ({**worst, **errors}).items()}
-        if not grid.is_right(errors):
-            print(f"WRONG: {case}: {errors}", flush=True)
-        if number % 50 == 49:
-            jax.clear_caches()
-    print(f"{flags.backend}: {len(cases)} cases; largest errors", *(f"{name} {error:.1e}" for name, error in worst.items()))
+    cases, worst, wrong = grid.whole()[flags.first::flags.every], {}, 0
+    tiles = flags.tiles or jax.devices()[0].device_kind
+    with mock.patch.object(flash, "tiles_for", lambda kind, *what: chips.tiles_for(tiles, *what)):
+        for number, case in enumerate(cases, 1):
+            errors = grid.errors(case, flags.backend, interpret)
+            worst = {name: max(error, worst.get(name, 0.0)) for name, error in ({**worst, **errors}).items()}
+            if not grid.is_right(errors):
+                wrong += 1
+                print(f"WRONG: {case}: {errors}", flush=True)
+            if number % 50 == 0 or number == len(cases):
+                largest = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
+                print(f"{flags.backend}: {number} of {len(cases)} cases, {wrong} wrong; largest errors {largest}", flush=True)
+                jax.clear_caches()             # or thousands of programs stay in memory
+    return int(wrong > 0)
 
 
 def main():
@@ -166,7 +175,9 @@ def main():
     parser.add_argument("--step", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--backend", default="pallas", help="of --sweep")
+    parser.add_argument("--first", type=int, default=0, help="case that --sweep begins with")
     parser.add_argument("--every", type=int, default=1, help="--sweep does one case of so many")
+    parser.add_argument("--tiles", help="device_kind whose tiles --sweep takes; default: of the device")
     parser.add_argument("--backends", default=",".join(BACKENDS))
     parser.add_argument("--lengths", default="1024,2048,4096,8192,16384")
     parser.add_argument("--widths", default="64,128,256")
@@ -178,8 +189,8 @@ def main():
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    (step if flags.step else sweep if flags.sweep else throughput)(flags)
+    return (step if flags.step else sweep if flags.sweep else throughput)(flags)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
