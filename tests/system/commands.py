@@ -10,9 +10,9 @@ TINY = ROOT / "tests" / "system" / "tiny.py"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """One device unless a command simulates more, and the compile cache of the tests."""
-    hidden = ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
-    return {k: v for k, v in os.environ.items() if k not in hidden} | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | more
+    """One device unless a command simulates more; the compile cache and XLA's flags are those of the tests."""
+    given = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    return given | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | more
 
 
 def start(command: str, *arguments, cwd=None, **more: str) -> subprocess.Popen:
