@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from kernels.attention import attention, pallas
+from kernels.attention import attention, choose, chunked, cudnn, pallas
+from kernels.attention.call import describe
 from kernels.attention.chips import TABLE, capability, tiles_for
+from kernels.attention.mask import Mask
+from kernels.placement import HERE
 from scripts import compile_kernels
 
 A100, H200 = (AbstractDevice(device_kind=f"NVIDIA {name}", num_cores=cores, platform="gpu") for name, cores in (
@@ -63,6 +66,18 @@ def test_auto_takes_no_kernel_that_has_not_run_on_a_gpu_yet():
             call = jax.jit(functools.partial(attention, backend=backend))
             text = call.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
             assert ("_forward_kernel" in text) == ours
+
+
+@pytest.mark.parametrize("flags, taken", [("", chunked), ("--xla_gpu_exclude_nondeterministic_ops=true", cudnn),
+                                          ("--a=b --xla_gpu_deterministic_ops", cudnn),
+                                          ("--xla_gpu_exclude_nondeterministic_ops=false", chunked)])
+def test_auto_takes_cudnn_only_where_xla_has_it_repeat_its_gradients(flags, taken, monkeypatch):
+    monkeypatch.setattr(cudnn, "_is_installed", lambda: True)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        call = describe(x, x, x, Mask(True, None, 0, None, None), softcap=None, scale=None, with_lse=False, placement=HERE, interpret=False)
+    assert choose.__wrapped__(call) is taken
 
 
 def test_offsets_are_64_bits_wide_where_an_array_has_more_than_2_to_the_31_elements(monkeypatch, capsys):
