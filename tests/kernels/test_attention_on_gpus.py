@@ -76,7 +76,8 @@ def test_auto_takes_cudnn_only_where_xla_has_it_repeat_its_gradients(flags, take
     monkeypatch.setenv("XLA_FLAGS", flags)
     x = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        call = describe(x, x, x, Mask(True, None, 0, None, None), softcap=None, scale=None, with_lse=False, placement=HERE, interpret=False)
+        call = describe(x, x, x, Mask(True, None, 0, None, None), softcap=None, scale=None, with_lse=False, placement=HERE,
+                        interpret=False)
     assert choose.__wrapped__(call) is taken
 
 
