@@ -23,13 +23,13 @@ def compile_for(job: Job, devices: Sequence[Any]) -> tuple[Any, list[str]]:
     """The job's training step compiled for devices, which may be a target's that are not here; and what the partitioner had to
     say, as notes."""
     job = job.on_devices(devices)
-    with _printed() as printed, jax.sharding.use_abstract_mesh(job.mesh.abstract_mesh):     # tells kernels which chip it is
+    with printed_by_xla() as printed, jax.sharding.use_abstract_mesh(job.mesh.abstract_mesh):     # tells kernels which chip it is
         step = compile_train_step(job)
     return step, rematerialised("".join(printed))
 
 
 @contextlib.contextmanager
-def _printed() -> Iterator[list[str]]:
+def printed_by_xla() -> Iterator[list[str]]:
     """Meanwhile, what XLA prints on the stream behind sys.stderr goes into the list that this gives; in an error it is shown.
 
     XLA has nothing to say of a program from the compilation cache, which is therefore left alone.

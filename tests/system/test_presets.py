@@ -5,18 +5,17 @@
 
 import math
 import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
 
+from jaxlm.commandline import load_config
+from jaxlm.compiled import compile_for, printed_by_xla, rematerialised
 from jaxlm.job import build_job
 from jaxlm.presets import shipped_presets
 from jaxlm.train import compile_train_step
 from jaxlm.train_step import loss_and_gradients
 from partitioning import memory_per_device, text
-from tests.system.commands import ROOT, environment
 from tests.system.curves import compare, config_of, curve, is_equal, one_device
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "sharding"
@@ -93,7 +92,6 @@ def test_so_is_that_of_declarations_that_split_the_layers(sharding):
 
 
 def test_the_default_model_s_memory_too():
-    from jaxlm.commandline import load_config
     config = load_config("shakespeare", [("model.num_layers", "2"), ("sharding.preset", "hybrid_optimizer")])
     job = build_job(config, DEVICES).on_devices()
     assert (state_bytes(job), gradient_bytes(job)) == predicted(job)
@@ -106,26 +104,33 @@ def test_a_prediction_for_another_stage_is_seen():
     assert gradient_bytes(one) != predicted(two)[1]
 
 
-COMPILE = """
-import sys
-from jaxlm.commandline import load_config
-from jaxlm.job import build_job
-from jaxlm.train import compile_train_step
-other = (("precision.compute", "bfloat16"), ("train.gradient_accumulation", "2"), ("train.global_batch_size", "16"))
-for name in sys.argv[1:]:
-    for changes in ((), other):
-        print("compiling", name, file=sys.stderr, flush=True)
-        config = load_config("shakespeare", (("model.num_layers", "2"), ("sharding.preset", name), *changes))
-        compile_train_step(build_job(config, 8).on_devices())
-"""
+TWO_LAYERS = [("model.num_layers", "2")]
+OTHERWISE = [("precision.compute", "bfloat16"), ("train.gradient_accumulation", "2"), ("train.global_batch_size", "16")]
 
 
-def test_the_partitioner_rematerialises_nothing_involuntarily():
-    """It says so on stderr while it compiles, in C++; a program from the cache has nothing to say."""
-    done = subprocess.run([sys.executable, "-c", COMPILE, *PRESETS], cwd=ROOT, capture_output=True, text=True,
-                          env=environment(JAX_ENABLE_COMPILATION_CACHE="false", JAX_NUM_CPU_DEVICES=str(DEVICES)))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("compiling") == 2 * len(PRESETS) and "rematerialization" not in done.stderr, done.stderr
+def remarks(*overrides: tuple[str, str]) -> list[str]:
+    """What the partitioner had to say of the step of the default model with two layers."""
+    job = build_job(load_config("shakespeare", [*TWO_LAYERS, *overrides]), DEVICES)
+    return compile_for(job, jax.devices()[:DEVICES])[1]
+
+
+@pytest.mark.parametrize("changes", [[], OTHERWISE], ids=["float32", "bfloat16 with accumulation"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_partitioner_rematerialises_nothing_involuntarily(name, changes):
+    assert remarks(("sharding.preset", name), *changes) == []
+
+
+def test_where_it_has_to_that_is_seen():
+    """From two dims over two axes to one dim over all three: XLA has no way but the whole array."""
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+    def lay(x, *spec):
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+    with printed_by_xla() as printed:
+        jax.jit(lambda x: lay(jax.numpy.sin(lay(x, "a", "b", None)), None, ("a", "b", "c"), None)).lower(
+            jax.numpy.ones((8, 8, 8))).compile()
+    assert [("f32[4,4,8] whole" in remark) for remark in rematerialised("".join(printed))] == [True]
 
 
 if __name__ == "__main__":
