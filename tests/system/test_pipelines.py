@@ -24,19 +24,19 @@ from tests.system.commands import TINY, run
 from tests.system.curves import compare, config_of, curve, is_equal, one_device
 
 LAYERS = 8                                     # two for each of four stages, one for each half of them
+MODEL = dict(model__num_layers=LAYERS, optimizer__learning_rate=1e-3)     # faster, so many layers make much of how sums round
 BESIDE = {"alone": {}, "data": dict(mesh__data=2), "fsdp": dict(mesh__fsdp=2), "tensor": dict(mesh__tensor=2)}
 GPT2 = dict(model__norm="layernorm", model__activation="gelu", model__position="learned", model__bias=True,
             model__tie_embeddings=True, model__dropout=0.1, optimizer__z_loss=1e-3)
 
 
 def leaves_of(schedule, stages, microbatches=4, **more):
-    return dict(model__num_layers=LAYERS, mesh__pipe=stages, pipeline__schedule=schedule,
-                pipeline__num_microbatches=microbatches, **more)
+    return dict(**MODEL, mesh__pipe=stages, pipeline__schedule=schedule, pipeline__num_microbatches=microbatches, **more)
 
 
 def compared(leaves, devices, steps=50, **model):
     ours = curve(config_of(**model, **leaves), devices, steps)
-    reference = one_device(**{"model__num_layers": LAYERS, **model})
+    reference = one_device(**MODEL, **model)
     return compare(ours, [figures[:steps] for figures in reference])
 
 
@@ -98,7 +98,7 @@ def test_layers_with_windows_of_their_own_keep_them():
 def test_half_precision_trains_alike(compute):
     precision = dict(precision__compute=compute, precision__loss_scale_initial=256.0)       # nothing overflows
     loss, norm = curve(config_of(**leaves_of("one_f_one_b", 2, pipeline__residuals="saved", **precision)), 2, 20)
-    reference, _ = one_device(model__num_layers=LAYERS, **precision)
+    reference, _ = one_device(**MODEL, **precision)
     assert np.isfinite(norm).all() and np.abs(loss - reference[:20]).max() < 2e-2
 
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_has_no_trace_of_the_pipeline():
         job = build_job(config_of(**leaves), devices).on_devices(jax.devices()[:devices])
         return {path: (x.shape, x.dtype) for path, x in flatten(job.abstract_saved()).items()}, job
 
-    without, _ = saved(1, model__num_layers=LAYERS, mesh__data=1)
+    without, _ = saved(1, **MODEL, mesh__data=1)
     for schedule in ("one_f_one_b", "interleaved", "zero_bubble_v"):
         assert saved(4, **leaves_of(schedule, 4))[0] == without
 
@@ -132,7 +132,7 @@ def test_initial_parameters_have_the_same_bits_on_every_stage():
     def initial(devices, **leaves):
         return jax.device_get(build_job(config_of(**leaves), devices).on_devices(jax.devices()[:devices]).initialise())
 
-    same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), initial(1, model__num_layers=LAYERS, mesh__data=1),
+    same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), initial(1, **MODEL, mesh__data=1),
                         initial(4, **leaves_of("one_f_one_b", 4)))
     assert all(jax.tree.leaves(same))
 
@@ -218,7 +218,7 @@ def gradients_of_another_chunk(monkeypatch):
     (gradients_of_another_chunk, "interleaved")])
 def test_the_comparison_sees_what_pipelines_get_wrong(mistake, schedule, monkeypatch):
     tied = dict(model__tie_embeddings=True)
-    one_device(model__num_layers=LAYERS, **tied)                # computed while nothing is broken yet
+    one_device(**MODEL, **tied)                # computed while nothing is broken yet
     mistake(monkeypatch)
     figures = compared(leaves_of(schedule, 2), 2, STEPS, **tied)
     assert not is_equal(figures), figures
